@@ -74,7 +74,7 @@ def _memfd(size, content=b"", seals=0):
     return fd
 
 
-ARENA = {"type": "arena", "arena": "k"}
+ARENA = {"type": "arenas", "arenas": ["k"]}
 NONSENSE = {
     "unknown": ({"type": "dance"}, None),
     "no arena": (ARENA, None),
@@ -85,8 +85,8 @@ NONSENSE = {
     "no arena in it": (ARENA, lambda: _memfd(2 << 20, b"x", seals=7)),
     "empty memory": (ARENA, lambda: _memfd(0, seals=7)),
     "more memory than there is": (ARENA, lambda: _memfd(1 << 50, seals=7)),
-    "a long key": ({**ARENA, "arena": "k" * 1000}, lambda: _memfd(2 << 20, seals=7)),
-    "a key that is none": ({**ARENA, "arena": []}, lambda: _memfd(2 << 20, seals=7)),
+    "a long key": ({**ARENA, "arenas": ["k" * 1000]}, lambda: _memfd(2 << 20, seals=7)),
+    "a key that is none": ({**ARENA, "arenas": [[]]}, lambda: _memfd(2 << 20, seals=7)),
     "a job of nothing": ({"type": "job"}, None),
     "a job of a list": ({"type": "job", "arena": []}, None),
     "an answer to nothing": ({"type": "confirm"}, None),
@@ -154,7 +154,7 @@ def test_another_trainers_arena_is_not_taken(store):
         trainer.start().save(1)
         thief = _stranger(store, HELLO)
         assert wire.receive(thief)[0]["type"] == "attached"
-        wire.send(thief, {"type": "arena", "arena": "mine"}, [trainer.arena.fd])
+        wire.send(thief, {"type": "arenas", "arenas": ["mine"]}, [trainer.arena.fd])
         assert _is_dropped(thief)
         trainer.save(2)
 

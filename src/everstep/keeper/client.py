@@ -195,7 +195,7 @@ class Client:
         whichever keeper comes next."""
         with self._lock:
             self._arenas[key] = arena
-            self._send({"type": "arena", "arena": key}, [arena.fd])
+            self._send({"type": "arenas", "arenas": [key]}, [arena.fd])
 
     def release_arena(self, key: str) -> None:
         """Take an arena out of use; its jobs must be done."""
@@ -450,11 +450,9 @@ class Client:
                 self._connection.close()
             self._connection = connection
             self.patience.note_keeper()
-            left = len(self._arenas)
-            for key, arena in self._arenas.items():
-                left -= 1
-                message = {"type": "arena", "arena": key, "has_more": left > 0}
-                self._send(message, [arena.fd])
+            if self._arenas:
+                fds = [arena.fd for arena in self._arenas.values()]
+                self._send({"type": "arenas", "arenas": list(self._arenas)}, fds)
             for message in self._gaps:
                 self._send(message)
             self._wake_waiting()

@@ -20,7 +20,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import CheckpointName
@@ -28,6 +28,9 @@ from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import Job
 from everstep.tiers.tier import Tier
+
+if TYPE_CHECKING:
+    from everstep.keeper.ranks.team import Team
 
 log = logging.getLogger("everstep.keeper")
 
@@ -37,16 +40,6 @@ KEY = "replica"
 FAILURES_MAX = 3
 NOTES_MAX = 64
 _FOR_GOOD = ("Unsupported", "Mismatch")
-
-
-class Listener(Protocol):
-    """Whose log it follows."""
-
-    def tell_all(self, message: wire.Message) -> None:
-        """Tell the trainers. Any thread."""
-
-    def retain(self) -> None:
-        """What came before a base may not be needed any more. Any thread."""
 
 
 class _Note(NamedTuple):
@@ -63,7 +56,8 @@ class LiveReplica:
         """`wake` is called when it has answered who wants its state."""
         self._disk = disk
         self._wake = wake
-        self._listener: Listener | None = None
+        self._team: Team | None = None
+        """Whose log it follows."""
         self._every: int | None = None
         self._notes: deque[_Note] = deque(maxlen=NOTES_MAX)
         self._newest: _Note | None = None
@@ -79,7 +73,7 @@ class LiveReplica:
 
     def note(
         self,
-        listener: Listener,
+        team: "Team",
         every: int | None,
         name: CheckpointName,
         jobs: Sequence[Job],
@@ -88,7 +82,7 @@ class LiveReplica:
     ) -> None:
         """It was committed. `every`: records from one of the replica's bases to the next."""
         with self._lock:
-            self._listener, self._every = listener, every
+            self._team, self._every = team, every
             self._awaits_base &= takes_replay
             if self._awaits_base:
                 return
@@ -165,8 +159,8 @@ class LiveReplica:
                 self._tell({**message, "type": "replica"})
             case {"type": "whole"}:
                 self._tell(message)
-                if self._listener:
-                    self._listener.retain()
+                if self._team:
+                    self._team.retain()
                 return
             case {"type": "failed", "kind": str(kind), "message": str(text)}:
                 self._fail(kind, text)
@@ -198,8 +192,8 @@ class LiveReplica:
         self._tell({"type": "no_replica", **said, "wants_base": is_wanted})
 
     def _tell(self, message: wire.Message) -> None:
-        if self._listener:
-            self._listener.tell_all(message)
+        if self._team:
+            self._team.tell_all(message)
 
     # ---- with the lock held ----------------------------------------------------------------
 

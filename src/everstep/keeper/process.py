@@ -346,8 +346,8 @@ class Keeper:
         if session.team.is_overloaded:
             raise ValueError("too many messages")
         match message:
-            case {"type": "arena", "arena": str(key)}:
-                self._take_arena(session, key, fds, has_more=bool(message.get("has_more")))
+            case {"type": "arenas", "arenas": list(keys)}:
+                self._take_arenas(session, keys, fds)
             case {"type": "settle", "id": int(number)}:
                 self._settle(session, number)
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
@@ -362,15 +362,17 @@ class Keeper:
             case _:
                 session.hear(message)
 
-    def _take_arena(self, session: Session, key: str, fds: list[int], *, has_more: bool) -> None:
-        if len(key) > KEY_LENGTH_MAX or len(fds) != 1:
+    def _take_arenas(self, session: Session, keys: list[str], fds: list[int]) -> None:
+        if len(keys) != len(fds) or not all(map(_is_key, keys)):
             raise ValueError("an arena needs a short key and one descriptor")
-        identity = os.fstat(fds[0]).st_dev, os.fstat(fds[0]).st_ino
+        given = {(found.st_dev, found.st_ino) for found in map(os.fstat, fds)}
         for other in self._sessions:
-            held = [arena.identity for arena in list(other.arenas.values())]
-            if other is not session and identity in held:
+            held = {arena.identity for arena in list(other.arenas.values())}
+            if other is not session and given & held:
                 raise ValueError(f"the arena belongs to trainer {other.pid}")
-        session.take_arena(key, fds.pop(), has_more=has_more)
+        for key in keys:
+            session.take_arena(key, fds.pop(0))
+        session.look_at(keys)
 
     def _settle(self, session: Session, number: int) -> None:
         """Note that a trainer waits for the jobs of those that are gone.
@@ -540,6 +542,10 @@ def _worth(session: Session) -> tuple[bool, int, int]:
 
 def _epoch(session: Session) -> int:
     return session.team.writer.epoch or 0
+
+
+def _is_key(key: object) -> bool:
+    return type(key) is str and len(key) <= KEY_LENGTH_MAX
 
 
 def _close(fds: list[int]) -> None:

@@ -21,6 +21,7 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Collection
 
 from everstep.errors import Conflict
 from everstep.keeper import wire
@@ -64,7 +65,6 @@ class Session:
         self.silent_since: float | None = None
         self._figures: dict[str, float] = {}
         self.spill: Spill | None = None
-        self._untold: list[Arena] = []
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
@@ -127,37 +127,31 @@ class Session:
 
     # ---- arenas ----------------------------------------------------------------------------
 
-    def take_arena(self, key: str, fd: int, *, has_more: bool = False) -> None:
-        """Map an arena that the trainer gave, or gives again; owns `fd`. Where it `has_more`, they
-        are looked at together: they hold jobs in one order.
-
-        Tells what became of its jobs, as a former keeper may have died before it could.
-        """
+    def take_arena(self, key: str, fd: int) -> None:
+        """Map an arena that the trainer gave, or gives again; owns `fd`. Raises ValueError."""
         found, is_spill = os.fstat(fd), key.startswith(SPILL)
         known = self.arenas.get(key)
         if known and known.identity == (found.st_dev, found.st_ino):
             os.close(fd)
-            arena = known
-        else:
-            is_file = is_spill or key.startswith(OPTIMIZER + FILE)
-            is_large = not is_file and found.st_size > _physical_memory()
-            is_odd = is_large or (is_spill and not self.spill)
-            count = sum(each.is_spill == is_spill for each in self.arenas.values())
-            if known or is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
-                os.close(fd)
-                raise ValueError(f"an arena of {found.st_size} bytes, after {count}")
-            arena = self.arenas[key] = Arena.of(key, fd)
-            if self.spill and is_spill:
-                self.spill.adopt(key, arena)
-        self._untold.append(arena)
-        if has_more:
             return
-        untold, self._untold = self._untold, []
-        for arena in untold:
+        is_file = is_spill or key.startswith(OPTIMIZER + FILE)
+        is_large = not is_file and found.st_size > _physical_memory()
+        is_odd = is_large or (is_spill and not self.spill)
+        count = sum(each.is_spill == is_spill for each in self.arenas.values())
+        if known or is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
+            os.close(fd)
+            raise ValueError(f"an arena of {found.st_size} bytes, after {count}")
+        self.arenas[key] = Arena.of(key, fd)
+
+    def look_at(self, keys: Collection[str]) -> None:
+        """Tell what became of the jobs of these arenas, as a former keeper may have died before it
+        could, and take those that have none: together, as they are in one order."""
+        given = [self.arenas[key] for key in keys]
+        for arena in given:
             self._report(arena)
-        self.scan(*untold, is_found=True)
-        for key, arena in list(self.arenas.items()):
-            if key.startswith(SPILL) and arena not in untold:  # it may not have heard of it
+        self.scan(*given, is_found=True)
+        for key, arena in self.spilled():
+            if key not in keys:  # it may not have heard of it
                 self.tell({"type": "spill", "arena": key}, [arena.fd])
 
     def scan(self, *arenas: Arena, is_found: bool = False) -> None:
@@ -358,6 +352,10 @@ class Session:
         waiting = [job for job in jobs if not job.is_taken and job.arena.identity in full]
         sealed = [job for job in waiting if job.arrival.complete]
         return sealed, any(job.is_taken for job in jobs)
+
+    def spilled(self) -> list[tuple[str, Arena]]:
+        """The arenas there."""
+        return [(key, each) for key, each in list(self.arenas.items()) if key.startswith(SPILL)]
 
     def add_spill(self, key: str, arena: Arena) -> None:
         """The trainer has it as well from now on, for the next keeper."""

@@ -50,7 +50,6 @@ class Spill:
         self._directory = directory
         self._given = budget
         self._ranks = ranks
-        self._arenas: dict[str, Arena] = {}
         self._budget: int | None = None
         self._lock = threading.RLock()
         self._wanted = threading.Event()
@@ -61,17 +60,11 @@ class Spill:
         """Something was sealed, or has ended: see what should move. Does not block."""
         self._wanted.set()
 
-    def adopt(self, key: str, arena: Arena) -> None:
-        """An arena of a keeper that has died."""
-        with self._lock:
-            self._arenas[key] = arena
-
     def close(self) -> None:
         """Nothing moves any more, and no descriptor is used, when this returns. The arenas are the
         session's."""
         with self._lock:
             self._is_closed.set()
-            self._arenas = {}
         self._wanted.set()
 
     # ---- its thread ------------------------------------------------------------------------
@@ -113,13 +106,15 @@ class Spill:
     def _used_bytes(self) -> int:
         """Memory or blocks of all files."""
         with self._lock:
-            return sum(os.fstat(arena.fd).st_blocks for arena in self._arenas.values()) * 512
+            if self._is_closed.is_set():
+                return 0
+            return 512 * sum(os.fstat(each.fd).st_blocks for _, each in self._session.spilled())
 
     def _move(self, job: Job) -> bool:
         """False where it could not be moved. Raises OSError, Unavailable."""
         source, slot = job.arena, job.slot
         row = source.row(slot)
-        if row is None or len(self._arenas) >= FILES_MAX:
+        if row is None or len(self._session.spilled()) >= FILES_MAX:
             return False
         sizes = source.documents_size, row.image_size
         arena = Arena.create_file(self._directory, *sizes, reserves_image=False)
@@ -127,7 +122,6 @@ class Spill:
         with self._lock:
             if self._is_closed.is_set():
                 return False
-            self._arenas[key] = arena
             self._session.add_spill(key, arena)
         image = source.image(slot)[: row.image_size]
         if not self._copy(image, arena, arena.image_address(0) - arena.address):
@@ -156,10 +150,9 @@ class Spill:
             if self._is_closed.is_set():
                 return
             newest = self._session.newest()
-            for key, arena in list(self._arenas.items()):
+            for key, arena in self._session.spilled():
                 is_newest = newest is not None and newest[1] == key
                 if arena.state(0) not in SUBMITTED and not is_newest:
-                    del self._arenas[key]
                     arena.give_back()
                     self._session.drop_spill(key)
 
