@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from everstep import Corrupt, Missing, Unavailable, Unsupported
+from everstep.tiers import files
 from everstep.tiers.memory import Memory
 from everstep.tiers.tier import name_of, tier_at
 from examples import slow
@@ -203,11 +204,12 @@ def test_what_holds_a_file_is_listed(place):
     assert tier.holders("nowhere", "manifest.json") == []
 
 
-def test_a_document_that_is_too_large_is_not_read(place):
+def test_a_document_that_is_too_large_is_not_read(place, monkeypatch):
+    monkeypatch.setattr(files, "DOCUMENT_BYTES_MAX", 10)
     writer, tier = place
     writer.create("everstep.json", b"x" * 100)
     with pytest.raises(Corrupt, match="100 bytes, at most 10"):
-        tier.read("everstep.json", limit=10)
+        tier.read("everstep.json")
 
 
 def test_a_claim_holds_while_it_lasts(tier):

@@ -224,7 +224,7 @@ def test_replace(tmp_path):
     assert disk.list("tags") == ["x"]
 
 
-def test_reading(place):
+def test_reading(place, monkeypatch):
     disk = Disk(place)
     data = _pages(3)
     write(disk, "x", [data, memoryview(b"tail")])
@@ -241,8 +241,9 @@ def test_reading(place):
         reader.close()
     with pytest.raises(Missing, match="no such file"):
         disk.open("y")
+    monkeypatch.setattr(files, "DOCUMENT_BYTES_MAX", 10)
     with pytest.raises(Corrupt, match="at most 10"):
-        disk.read("x", limit=10)
+        disk.read("x")
 
 
 @pytest.mark.parametrize(

@@ -105,9 +105,8 @@ class Copies(ABC):
         with self._changed:
             return self.traffic.status(len(self._waiting), self.speed)
 
-    def close(self, patience_s: float = 0.0) -> None:
+    def close(self) -> None:
         """End the thread; what it is copying is broken off at the next block of bytes."""
-        del patience_s
         self._is_closed.set()
         with self._changed:
             self._changed.notify_all()

@@ -32,7 +32,6 @@ log = logging.getLogger("everstep.keeper")
 STRANGERS_MAX = 16
 LINKS_MAX = 1024
 IDLE_S = 60.0
-DOCUMENT_BYTES_MAX = 256 << 20
 RANGE_BYTES_MAX = 64 << 20
 _WARN_S = 60.0
 _PATH_MAX = 1000
@@ -195,7 +194,7 @@ class Holding:
                 if op == "list":
                     return json.dumps(tier.list(path)).encode()
                 if op == "read":
-                    return tier.read(path, min(wire.number(message["limit"]), DOCUMENT_BYTES_MAX))
+                    return tier.read(path)
                 if op == "range":
                     return _range(tier, path, wire.number(message["offset"]), message["count"])
         raise ValueError(f"no request: {str(message)[:200]}")

@@ -77,19 +77,6 @@ def copy_checkpoint(
     return copy.copied
 
 
-def share_checkpoint(
-    source: Readable,
-    target: Target,
-    name: CheckpointName,
-    progress: Progress = lambda done, total: None,
-) -> Copied:
-    """The same into a store of whatever run, in which packs are the source's own files, where one
-    medium has both: those are not read. Raises as copy_checkpoint."""
-    copy = _Copy(source, target, progress, None, (), are_shared=True)
-    copy.copy_all(name)
-    return copy.copied
-
-
 def lead(source: Readable, target: Target) -> None:
     """Let the target have the newest claim of the source, whose writer it is that copies there.
     Raises Conflict where another writer has gone on in the target: it was there first, or has the
@@ -388,8 +375,10 @@ def fork(
         new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": commit.now()}
         target.create(names.STORE, seal({**new, "from": origin._asdict()}))
     _check_is_that(target, origin)
+    copy = _Copy(source, target, progress, None, (), are_shared=True)
     with shown(target):
-        return share_checkpoint(source, target, name, progress)
+        copy.copy_all(name)
+    return copy.copied
 
 
 def _check_is_that(target: Tier, origin: Origin) -> None:

@@ -94,7 +94,8 @@ def apply(
     cache: NeedsCache | None = None,
     pinned: Set[CheckpointName] = frozenset(),
 ) -> int:
-    """Delete what `keep` does not cover, nor is `pinned`. Returns the bytes freed."""
+    """Delete what `keep` does not cover, nor is `pinned`. Returns the bytes freed. `cache` spares
+    who does this often the reading of manifests, which never change."""
     cache = {} if cache is None else cache
     if not _unneeded(disk, keep, cache, pinned):
         return 0
@@ -103,17 +104,16 @@ def apply(
         return _delete(disk, free, cache) if free else 0
 
 
-def delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache | None = None) -> int:
+def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
-    `cache` spares a caller that deletes often the reading of manifests, which never change. Raises
-    Conflict, and deletes nothing, where a log that stays goes on from one of them, or one is being
-    made whole.
+    Raises Conflict, and deletes nothing, where a log that stays goes on from one of them, or one is
+    being made whole.
     """
     if not doomed:
         return 0
     presence.check_alone(disk, f"deleting {', '.join(map(str, doomed))} from")
-    cache = {} if cache is None else cache
+    cache: NeedsCache = {}
     with disk.locked(exclusive=True):
         claimed = claims.held(disk)
         if needed := sorted(set(doomed) - set(_free(disk, doomed, cache, claimed))):

@@ -20,11 +20,10 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import EXTENT_BYTES, Await, extents_of
+from everstep.errors import Missing, Unavailable, Unsupported
+from everstep.tiers.files import EXTENT_BYTES, Await, check_document, cut_short, extents_of
 from everstep.tiers.objects import Objects, Url
 
-DOCUMENT_BYTES_MAX = 1 << 30
 _MULTIPART_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS_IN_FLIGHT = 8
@@ -219,15 +218,11 @@ class Bucket(Objects):
                 self.forget([path])
         return self._offset_s
 
-    def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
-        """The whole of a small object; raises Missing, or Corrupt where it exceeds `limit`."""
+    def read(self, path: str) -> bytes:
+        """See Disk; by one request."""
         with self._telling("reading", path, 0):
             found = self._api.get(self._store, path)
-            if found.meta["size"] > limit:
-                size = found.meta["size"]
-                raise Corrupt(
-                    f"reading {self.root / path}: {size} bytes, at most {limit} make sense"
-                )
+            check_document(self.root / path, found.meta["size"])
             return bytes(found.bytes())
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
@@ -235,10 +230,7 @@ class Bucket(Objects):
         with self._telling("reading", path, len(view)):
             found = self._api.get_range(self._store, path, start=offset, length=len(view))
         if len(found) != len(view):
-            raise Corrupt(
-                f"reading {self.root / path}: it ends at byte {offset + len(found)}, "
-                f"{len(view) - len(found)} bytes before the end of what the manifest names"
-            )
+            raise cut_short(self.root / path, offset + len(found), len(view) - len(found))
         view[:] = memoryview(found)
 
     def list(self, directory: str) -> list[str]:

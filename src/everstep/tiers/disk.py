@@ -18,11 +18,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.tiers.files import WRITES_IN_FLIGHT, Await, DiskReader, NewFile, is_aligned
+from everstep.errors import Missing, Unavailable, Unsupported
+from everstep.tiers.files import (
+    WRITES_IN_FLIGHT,
+    Await,
+    DiskReader,
+    NewFile,
+    is_aligned,
+    read_whole,
+)
 from everstep.tiers.system import System
 
-DOCUMENT_BYTES_MAX = 1 << 30
 LOCK_WAIT_S = 60.0
 _LOCK_RETRY_S = 0.01
 _CLAIM_S = 3600.0
@@ -201,19 +207,10 @@ class Disk:
         except OSError as error:
             raise Unavailable(f"looking for {self.root / path}: {error.strerror}") from error
 
-    def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
-        """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
-        reader = self.open(path)
-        try:
-            if reader.size > limit:
-                raise Corrupt(
-                    f"reading {self.root / path}: {reader.size} bytes, at most {limit} make sense"
-                )
-            data = bytearray(reader.size)
-            reader.read_into(0, memoryview(data))
-            return bytes(data)
-        finally:
-            reader.close()
+    def read(self, path: str) -> bytes:
+        """The whole of a document; raises Missing, or Corrupt where it is too large to be one."""
+        with contextlib.closing(self.open(path)) as reader:
+            return read_whole(reader, self.root / path)
 
     def open(self, path: str, direct: bool = False) -> DiskReader:
         """Open for reading; `direct` bypasses the page cache where file and alignment allow it."""

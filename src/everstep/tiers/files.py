@@ -18,6 +18,7 @@ from typing import Protocol
 from everstep.errors import Corrupt, Unavailable
 from everstep.tiers.system import System
 
+DOCUMENT_BYTES_MAX = 1 << 30
 EXTENT_BYTES = 8 << 20
 WRITES_IN_FLIGHT = 2
 _PAGE_BYTES = 4096
@@ -179,10 +180,7 @@ class DiskReader:
                     raise Corrupt(f"{where}. The medium cannot read it any more") from error
                 raise Unavailable(where) from error
             if count == 0:
-                raise Corrupt(
-                    f"reading {self._name}: it ends at byte {offset}, {len(view)} bytes before the "
-                    f"end of what the manifest names. The file was cut short"
-                )
+                raise cut_short(self._name, offset, len(view))
             view, offset = view[count:], offset + count
             if count % _PAGE_BYTES:
                 fd = self._fd
@@ -193,6 +191,28 @@ class DiskReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def read_whole(reader: Reader, where: object) -> bytes:
+    """A document, which lies there. Raises Corrupt where it is too large to be one."""
+    check_document(where, reader.size)
+    data = bytearray(reader.size)
+    reader.read_into(0, memoryview(data))
+    return bytes(data)
+
+
+def check_document(where: object, size: int) -> None:
+    """Raises Corrupt where no document has so many bytes."""
+    if size > DOCUMENT_BYTES_MAX:
+        raise Corrupt(f"reading {where}: {size} bytes, at most {DOCUMENT_BYTES_MAX} make sense")
+
+
+def cut_short(where: object, end: int, missing: int) -> Corrupt:
+    """A file has only so many bytes."""
+    return Corrupt(
+        f"reading {where}: it ends at byte {end}, {missing} bytes before the end of what the "
+        f"manifest names. The file was cut short"
+    )
 
 
 def _irregular(name: str) -> Corrupt:

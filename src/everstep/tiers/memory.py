@@ -8,8 +8,8 @@ import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 
-from everstep.errors import Corrupt, Missing, Unavailable
-from everstep.tiers.disk import DOCUMENT_BYTES_MAX
+from everstep.errors import Missing, Unavailable
+from everstep.tiers.files import cut_short
 from everstep.tiers.objects import Objects, Url
 
 
@@ -58,13 +58,6 @@ class Memory(Objects):
         found = self._files.get(path)
         return None if found is None else len(found)
 
-    def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
-        """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
-        size = self.open(path).size
-        if size > limit:
-            raise Corrupt(f"reading {self.root / path}: {size} bytes, at most {limit} make sense")
-        return bytes(self.range(path, 0, size))
-
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Missing, Corrupt."""
         view[:] = self.range(path, offset, len(view))
@@ -76,10 +69,7 @@ class Memory(Objects):
         if data is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
         if offset + size > len(data):
-            raise Corrupt(
-                f"reading {self.root / path}: it ends at byte {len(data)}, "
-                f"{offset + size - len(data)} bytes before the end of what the manifest names"
-            )
+            raise cut_short(self.root / path, len(data), offset + size - len(data))
         return memoryview(data)[offset : offset + size]
 
     def list(self, directory: str) -> list[str]:

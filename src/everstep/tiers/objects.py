@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from everstep.errors import Missing
+from everstep.tiers.files import read_whole
 
 
 class Url(str):
@@ -38,6 +39,10 @@ class Objects(ABC):
         """Open for reading."""
         del direct
         return RangeReader(self, path)
+
+    def read(self, path: str) -> bytes:
+        """See Disk."""
+        return read_whole(self.open(path), self.root / path)
 
     def holds(self, path: str) -> bool:
         """Whether the file is there."""

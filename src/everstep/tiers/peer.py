@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from everstep.errors import KINDS, Unavailable
-from everstep.tiers.disk import DOCUMENT_BYTES_MAX
+from everstep.tiers.files import DOCUMENT_BYTES_MAX
 from everstep.tiers.objects import Objects, Url
 
 PATIENCE_S = 20.0
@@ -32,7 +32,7 @@ PATIENCE_S = 20.0
 
 GREETING_S = 5.0
 MESSAGE_BYTES_MAX = 64 << 10
-_GREETING = b"everstep partner 3\n"
+_GREETING = b"everstep partner 4\n"
 _SIZE = 32
 _LENGTH = struct.Struct("!I")
 _IDLE_MAX = 16
@@ -180,9 +180,9 @@ class Peer(Objects):
         size: int | None = self._ask("size", path)
         return size
 
-    def read(self, path: str, limit: int = DOCUMENT_BYTES_MAX) -> bytes:
-        """The whole of a small file; raises Missing, or Corrupt where it exceeds `limit` bytes."""
-        return bytes(self._ask("read", path, size_max=limit, limit=limit))
+    def read(self, path: str) -> bytes:
+        """See Disk; by one request."""
+        return bytes(self._ask("read", path, size_max=DOCUMENT_BYTES_MAX))
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
         """Fill `view` from `offset`. Raises Corrupt where the file is short."""

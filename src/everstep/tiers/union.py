@@ -46,9 +46,9 @@ class Union:
         found = self._ask(lambda tier: tier.holders(directory, name))
         return sorted({each for holders in found for each in holders})
 
-    def read(self, path: str, limit: int = 1 << 30) -> bytes:
+    def read(self, path: str) -> bytes:
         """See Disk."""
-        return self._first(path, lambda tier: tier.read(path, limit))
+        return self._first(path, lambda tier: tier.read(path))
 
     def open(self, path: str, direct: bool = False) -> Reader:
         """See Disk."""
