@@ -1,5 +1,7 @@
 """A partner in the test's own process: what a keeper serves to other nodes."""
 
+import contextlib
+import socket
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,6 +29,15 @@ class Partner:
         return self.peers[-1]
 
 
+def end(service: Service) -> None:
+    """As its process's death does."""
+    service.shutdown()
+    service.server_close()
+    for link in list(service._links):
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+
+
 @pytest.fixture
 def partner(tmp_path):
     """One with 64 MiB of memory."""
@@ -36,4 +47,4 @@ def partner(tmp_path):
     yield made
     for peer in made.peers:
         peer.close()
-    made.service.close()
+    end(made.service)

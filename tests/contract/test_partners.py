@@ -25,6 +25,7 @@ from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Link, Peer
+from partners import end
 from stores import make_store, write
 
 
@@ -199,7 +200,7 @@ def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
     for each in (client, late):
         assert each.holds("everstep.json")
     address = partner.service.address
-    partner.service.close()
+    end(partner.service)
     began = time.monotonic()
     with pytest.raises(Unavailable, match="is not there"):
         client.read("everstep.json")
@@ -209,7 +210,7 @@ def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
         assert late.read("everstep.json") == b"{}"
         assert client.read("everstep.json") == b"{}"
     finally:
-        again.close()
+        end(again)
 
 
 def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
@@ -250,7 +251,7 @@ def before(partner, tmp_path):
     partner.holding.meet(everstep.Store(tmp_path / "own").run, source, 0)
     yield trainer
     source.close()
-    service.close()
+    end(service)
 
 
 def held(partner):

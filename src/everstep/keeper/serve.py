@@ -13,6 +13,7 @@ import logging
 import re
 import secrets
 import socket
+import socketserver
 import threading
 import time
 from contextlib import closing, suppress
@@ -24,7 +25,7 @@ from everstep.keeper import wire
 from everstep.store import catalog, names
 from everstep.store.copy import copy_checkpoint
 from everstep.tiers.memory import Memory
-from everstep.tiers.peer import GREETING_S, Link, Message, Peer
+from everstep.tiers.peer import Link, Message, Peer
 from everstep.tiers.tier import Readable, Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -63,86 +64,70 @@ class Address(NamedTuple):
         return Peer((self.host, self.port), bytes.fromhex(self.secret), tier, away_s=away_s)
 
 
-class Service:
-    """Listens, with threads of its own, until `close`."""
+class Service(socketserver.ThreadingTCPServer):
+    """Listens, with threads of its own."""
+
+    allow_reuse_address = daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
 
     def __init__(self, holding: "Holding", address: Address) -> None:
         """At that address, any free port where that is 0. Raises OSError."""
-        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-        self._listener = socket.create_server((address.host, address.port), family=family)
-        self.address = address._replace(port=self._listener.getsockname()[1])
+        self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        super().__init__((address.host, address.port), socketserver.BaseRequestHandler)
+        self.address = address._replace(port=self.socket.getsockname()[1])
         self._holding = holding
-        self._is_closed = False
-        self._links: dict[Link, threading.Thread] = {}
-        self._strangers: set[Link] = set()
+        self._links: set[socket.socket] = set()
+        self._strangers: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._warned = float("-inf")
-        self._thread = threading.Thread(target=self._listen, name="everstep-serve", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, name="everstep-serve", daemon=True).start()
 
-    def close(self) -> None:
-        """Listen no more, and end all connections and threads."""
-        with self._lock:
-            self._is_closed = True
-            links = dict(self._links)
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for link in links:
-            link.close()
-        for thread in (self._thread, *links.values()):
-            thread.join(GREETING_S)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, (host, *_) = self._listener.accept()
-                link = Link(connection)
-            except OSError as error:
-                if self._is_closed:
-                    return
-                log.warning("accepting a partner: %r", error)
-                time.sleep(0.05)
-                continue
-            with self._lock:
-                is_full = len(self._strangers) >= STRANGERS_MAX or len(self._links) >= LINKS_MAX
-                if not (is_full or self._is_closed):
-                    serving = threading.Thread(target=self._serve, args=(link, host), daemon=True)
-                    self._strangers.add(link)
-                    self._links[link] = serving
-                    serving.start()
-                    continue
-            self._warn(host, "there are too many")
-            link.close()
-
-    def _serve(self, link: Link, host: str) -> None:
-        """One request after another, until the connection ends, or something comes that no partner
-        says."""
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection."""
         try:
-            if self._is_partner(link, host):
-                while True:
-                    link.wait(IDLE_S)
-                    self._holding.answer(link)
+            return super().get_request()
+        except OSError as error:
+            log.warning("accepting a partner: %r", error)
+            time.sleep(0.05)  # out of descriptors, most likely; the others are served meanwhile
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether there is room for one more."""
+        with self._lock:
+            if len(self._strangers) < STRANGERS_MAX and len(self._links) < LINKS_MAX:
+                self._strangers.add(request)
+                self._links.add(request)
+                return True
+        self._warn(client_address[0], "there are too many")
+        return False
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Hear who a stranger is; then one request after another, until the connection ends, or
+        something comes that no partner says. In a thread of its own."""
+        try:
+            link = Link(request)
+            link.challenge(bytes.fromhex(self.address.secret))
+        except (OSError, EOFError, ValueError) as error:
+            self._warn(client_address[0], error)
+            return
+        with self._lock:
+            self._strangers.discard(request)
+        try:
+            while True:
+                link.wait(IDLE_S)
+                self._holding.answer(link)
         except (OSError, EOFError):
             return
         except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
             log.warning("a partner: %r", error)
-        finally:
-            link.close()
-            with self._lock:
-                self._links.pop(link, None)
 
-    def _is_partner(self, link: Link, host: str) -> bool:
-        """Hear who a stranger is."""
-        try:
-            link.challenge(bytes.fromhex(self.address.secret))
-        except (OSError, EOFError, ValueError) as error:
-            self._warn(host, error)
-            return False
-        finally:
-            with self._lock:
-                self._strangers.discard(link)
-        return True
+    def shutdown_request(self, request: Any) -> None:
+        """Nothing more comes of a connection."""
+        with self._lock:
+            self._strangers.discard(request)
+            self._links.discard(request)
+        super().shutdown_request(request)
 
     def _warn(self, host: str, reason: object) -> None:
         """Not of each: a scanner of ports may come again and again."""
