@@ -69,7 +69,7 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
     """As of a CUDA run: such states stay as long as their steps, for those who read the store."""
     frozen = fill(store)
     disk = Disk(store)
-    monkeypatch.setattr("everstep.restore.materialize.differing_from", lambda logs: {"torch 1"})
+    monkeypatch.setattr("everstep.restore.materialize.why_inexact", lambda chain: ["torch 1"])
     for step in (3, 5, 6):
         assert not materialize(disk, CheckpointName(step, 1)).exact
     retain.apply(disk, Keep(last=1))

@@ -2,7 +2,7 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.restore.whole import Whole
     from everstep.versions.diff import compare
 
-    places = [(disk, catalog.find(disk, step)) for disk, step in _tiers((path, other), steps)]
+    tiers = tier_at(path), tier_at(other)
+    places = [(disk, catalog.find(disk, step)) for disk, step in zip(tiers, steps, strict=True)]
     with Loader() as loader, progress_bar("comparing") as progress:
         first, second = (Whole(disk, name, loader) for disk, name in places)
         found = compare(first, second, progress)
@@ -59,10 +60,6 @@ def run(args: argparse.Namespace) -> Answer:
         said | _to_json(found, progress.seconds),
         [text.paint(title, "title"), *_lines(found, shown)],
     )
-
-
-def _tiers(paths: Sequence[str], steps: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    return zip(map(tier_at, paths), steps, strict=True)
 
 
 def _plot(found: "Difference", weights: Any, title: str, path: Path) -> None:

@@ -117,7 +117,11 @@ class _Zero3:
                 "Offload it to the CPU, or not at all"
             )
         self._zero = zero
-        self.optimizer = _Partitions(zero)
+        # Its groups have their parameters in its steps alone.
+        members: list[list[torch.Tensor]] = [[] for _ in zero.optimizer.param_groups]
+        for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
+            members[zero.sub_group_to_group_id[number]].append(flat)
+        self.optimizer = OptimizerProxy(zero.optimizer, members)
 
     def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
         zero, found = self._zero, []
@@ -141,17 +145,6 @@ class _Zero3:
         if zero.persistent_parameters:
             zero.persistent_parameters[0].partition(zero.persistent_parameters)
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-
-class _Partitions(OptimizerProxy):
-    """The optimizer of stage 3, whose groups have their parameters in its steps alone."""
-
-    def __init__(self, zero: Any) -> None:
-        members: dict[int, list[torch.Tensor]] = {}
-        for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
-            members.setdefault(zero.sub_group_to_group_id[number], []).append(flat)
-        count = len(zero.optimizer.param_groups)
-        super().__init__(zero.optimizer, [members.get(index, []) for index in range(count)])
 
 
 class _EngineState:

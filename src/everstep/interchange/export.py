@@ -55,17 +55,6 @@ class Options:
                 raise Missing(f"exporting with {path}: there is no such file or folder")
 
 
-@dataclass(slots=True)
-class Exported:
-    """What an export came to."""
-
-    name: CheckpointName
-    tensors: int = 0
-    bytes: int = 0
-    left_out: list[str] = field(default_factory=list)
-    """Other names of tensors (tied weights), which the format does without."""
-
-
 def export(
     disk: Tier,
     name: CheckpointName,
@@ -73,7 +62,7 @@ def export(
     kind: str,
     options: Options,
     progress: Progress = lambda done, total: None,
-) -> Exported:
+) -> "Export":
     """Write a checkpoint to the new folder `target`; blocks. `kind`: one of FORMATS. The store is
     only read.
 
@@ -83,18 +72,24 @@ def export(
     with Loader() as loader:
         whole = Whole(disk, name, loader)
         with new_folder(target) as folder:
-            export = _Export(whole, folder, options, progress, Exported(name))
+            export = Export(whole, folder, options, progress)
             FORMATS[kind](export)
-    return export.exported
+    return export
 
 
 @dataclass(slots=True)
-class _Export:
+class Export:
+    """One on its way, and what it came to."""
+
     whole: Whole
     folder: Path
     options: Options
     progress: Progress
-    exported: Exported
+    count: int = 0
+    """Of tensors."""
+    bytes: int = 0
+    left_out: list[str] = field(default_factory=list)
+    """Other names of tensors (tied weights), which the format does without."""
 
     def dtype(self, name: str) -> str:
         """That which the tensor gets."""
@@ -109,9 +104,9 @@ class _Export:
     def tensors(self, names: Sequence[str], total: int) -> Iterator[torch.Tensor]:
         """Read and converted, one after another; `total`: bytes of the whole export."""
         for name, tensor in self.whole.read(names):
-            self.exported.tensors += 1
-            self.exported.bytes += self.size(name)
-            self.progress(self.exported.bytes, total)
+            self.count += 1
+            self.bytes += self.size(name)
+            self.progress(self.bytes, total)
             yield tensor.to(getattr(torch, self.dtype(name)))
 
     def stand_in(self, name: str) -> StandIn:
@@ -120,8 +115,7 @@ class _Export:
 
     def tree(self, *, by_name: bool) -> dict[str, Any]:
         """All parts; what cannot be in it is left out."""
-        left_out = self.exported.left_out
-        return tree_of(self.whole, self.stand_in, by_name=by_name, left_out=left_out)
+        return tree_of(self.whole, self.stand_in, by_name=by_name, left_out=self.left_out)
 
     def reader(self, tree: Any) -> Callable[[Sequence[str]], Iterator[torch.Tensor]]:
         """Of the tensors in a tree, each of which is read once."""
@@ -129,13 +123,13 @@ class _Export:
         return lambda names: self.tensors(names, total)
 
 
-def to_safetensors(export: _Export) -> None:
+def to_safetensors(export: Export) -> None:
     """All tensors under their names in the state, or without it those of `part`'s weights."""
     whole, part = export.whole, export.options.part
     _to_shards(export, {name: name for name in whole.entries} if part is None else whole.part(part))
 
 
-def to_hf(export: _Export) -> None:
+def to_hf(export: Export) -> None:
     """A model's weights, as from_pretrained() takes them, and what is beside them."""
     _to_shards(export, export.whole.part(export.options.part))
     for path in export.options.beside:
@@ -152,11 +146,11 @@ def to_hf(export: _Export) -> None:
         config.write_text(f"{json.dumps(said, indent=2)}\n")
 
 
-def _to_shards(export: _Export, chosen: Mapping[str, str]) -> None:
+def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     """`chosen`: name there → in the state. Tied ones are left out: files hold no tensor twice."""
     entries, firsts = export.whole.entries, set(chosen.values())
     tied = (alias for name in firsts for alias in entries[name].aliases)
-    export.exported.left_out = sorted(tied)
+    export.left_out = sorted(tied)
     shards = _shards([(name, export.size(of)) for name, of in chosen.items()], export.options)
     total = sum(map(export.size, chosen.values()))
     index: dict[str, str] = {}
@@ -186,24 +180,24 @@ def _shards(sizes: Sequence[tuple[str, int]], options: Options) -> list[list[str
     return shards
 
 
-def to_torch(export: _Export) -> None:
+def to_torch(export: Export) -> None:
     """All parts as one file: what state_dict() of each returned."""
     tree = export.tree(by_name=False)
     write_torch(export.folder / "checkpoint.pt", tree, export.reader(tree))
 
 
-def to_dcp(export: _Export) -> None:
+def to_dcp(export: Export) -> None:
     """All parts, as get_state_dict() has them."""
     tree = export.tree(by_name=True)
     write_dcp(export.folder, tree, export.reader(tree))
 
 
-def to_ucp(export: _Export) -> None:
+def to_ucp(export: Export) -> None:
     """A universal checkpoint of DeepSpeed's: a folder for each parameter of the only optimizer."""
     write_universal(export.folder, export.whole, export.stand_in, export.tensors)
 
 
-FORMATS: dict[str, Callable[[_Export], None]] = {
+FORMATS: dict[str, Callable[[Export], None]] = {
     "dcp": to_dcp,
     "hf": to_hf,
     "safetensors": to_safetensors,

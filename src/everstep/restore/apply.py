@@ -152,16 +152,16 @@ def _place_state(
     _tell_classes(candidate, base, state, only)
     now, late = placement.destinations, {}
     if first is not None:
-        late = {name: row for name, row in now.items() if _may_follow(name, placement, first)}
+        late = {
+            name: row
+            for name, row in now.items()
+            if name in placement.late and not name.startswith(tuple(f"{part}." for part in first))
+        }
         now = {name: row for name, row in now.items() if name not in late}
     state.world.together("reading", lambda: fill(candidate, versions, now, loader))
     placement.finish()
     if late:
         state.late.begin(partial(_fill_late, candidate, versions, late))
-
-
-def _may_follow(name: str, placement: Placement, first: Sequence[str]) -> bool:
-    return name in placement.late and not any(name.startswith(f"{part}.") for part in first)
 
 
 def _fill_late(candidate: Candidate, versions: Sequence[Version], late: Wanted) -> None:

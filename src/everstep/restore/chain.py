@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
+from everstep.errors import Unsupported
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import LEFT_OUT, Manifest, Record
 from everstep.format.tables import Table, TensorEntry, owned_names
@@ -61,6 +62,14 @@ class Chain:
     def ruled(self) -> set[str]:
         """The parts that rules derive: they are in the base, and in no record."""
         return {part for record, _ in self.records for part in record.ruled}
+
+    def check_unruled(self, what: str) -> None:
+        """Raises Unsupported where some of it takes the program."""
+        if ruled := sorted(self.ruled):
+            raise Unsupported(
+                f"{what}, without the program: {', '.join(map(repr, ruled))} is derived by a rule "
+                f"of its own (derive=). Restore the step there, or take one that is a whole state"
+            )
 
     @property
     def first_step(self) -> int:

@@ -45,12 +45,7 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
         chain = candidate.describe()
         if not chain.replayed:
             raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-        if ruled := sorted(chain.ruled):
-            raise Unsupported(
-                f"materialising {name} of {disk.root}, without the program: "
-                f"{', '.join(map(repr, ruled))} is derived by a rule of its own (derive=). Restore "
-                f"the whole step there instead"
-            )
+        chain.check_unruled(f"materialising {name} of {disk.root}")
         with adopted(chain.last.manifest.topology), Loader() as loader:
             tensors = rebuilt(candidate, chain, loader)
             differing = why_inexact(chain)
@@ -67,16 +62,11 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
 def why_inexact(chain: Chain) -> list[str]:
     """What may make the result of a replay in this process another than the run's: what is other
     here than where it was recorded, where it begins, and what records do without."""
-    differing = [*differing_from(chain), *chain.moved()]
+    differing = [*chain.differences(ALONE), *chain.moved()]
     if not (base := chain.base.manifest).exact:
         differing.append(f"step {base.step}, where it begins, is not exact")
     differing += [f"{part} has no tensors in records" for part in chain.left_out]
     return sorted(differing)
-
-
-def differing_from(chain: Chain) -> list[str]:
-    """What is other in this process than where it was recorded, which a replay may depend on."""
-    return chain.differences(ALONE)
 
 
 def _find_whole(disk: Tier, name: CheckpointName) -> Manifest | None:

@@ -142,8 +142,7 @@ class Replica:
             self._images |= _images(manifest, self._jobs.get(manifest.name, ()))
         base, *logs = map(self._candidate.read, manifests)
         chain = Chain(base, logs)
-        if ruled := sorted(chain.ruled):
-            raise Unsupported(f"a replica of {self._disk.root}: {ruled[0]!r} is derived by a rule")
+        chain.check_unruled(f"a replica of {self._disk.root}")
         with adopted(chain.last.manifest.topology):
             self._check(chain)
             self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)

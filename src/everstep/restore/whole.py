@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from everstep.codecs.codec import master_of
-from everstep.errors import Missing, Unsupported
+from everstep.errors import Missing
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import Version, optimizers_of
@@ -53,7 +53,11 @@ class Whole:
         chain = Chain(here.read(state), []) if state else here.describe()
         self.manifest: Manifest = chain.last.manifest
         self._versions = chain.versions
-        self._replayed = _replay(self._candidate, chain, loader) if chain.replayed else None
+        self._replayed: dict[str, torch.Tensor] | None = None
+        if chain.replayed:
+            chain.check_unruled(f"reading {name} of {disk.root}")
+            with adopted(chain.last.manifest.topology):
+                self._replayed = rebuilt(here, chain, loader)
         known = chain.saved(chain.optimized).tensors
         own = {each.spec.name: each for each in known.values()}
         if self._replayed is not None:
@@ -224,18 +228,6 @@ def _state_names(optimizers: dict[str, Any]) -> Iterator[str]:
     """What optimizers keep of their parameters."""
     parameters = {name for table in optimizers.values() for name in table["groups"]}
     return (name for name in owned_names(optimizers) if name not in parameters)
-
-
-def _replay(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
-    """Raises Unsupported where a part follows from a rule of the program's."""
-    if ruled := sorted(chain.ruled):
-        raise Unsupported(
-            f"exporting {candidate.name} of {candidate.disk.root}, without the program: it is a "
-            f"log, and {', '.join(map(repr, ruled))} is derived by a rule of its own (derive=). "
-            f"Export a whole state's step"
-        )
-    with adopted(chain.last.manifest.topology):
-        return rebuilt(candidate, chain, loader)
 
 
 def _entry(name: str, tensor: torch.Tensor, stored: dict[str, TensorEntry]) -> TensorEntry:

@@ -252,7 +252,7 @@ class _Plan:
                     del left[new]
             draft.borrowed += _borrowed(whole, wanted)
         for new, (entry, whole, name) in left.items():
-            draft.add_tensor(new, found_in(whole, name))
+            draft.add_tensor(new, _found_in(whole, name))
             if entry.aliases:
                 draft.aliases[new] = list(entry.aliases)
         return draft
@@ -271,14 +271,11 @@ def _borrowed(whole: Whole, wanted: Mapping[str, TensorEntry]) -> Iterator[Borro
             yield Borrowed(whole.disk, part, own)
 
 
-def found_in(whole: Whole, name: str) -> Found:
+def _found_in(whole: Whole, name: str) -> Found:
     """A tensor of a checkpoint, read block by block."""
     spec = whole.entries[name].spec
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks([(whole, name)], _same), None)
-
-
-def _same(tensors: list[Any]) -> Any:
-    return tensors[0]
+    source = [(whole, name)]
+    return Found.whole(spec.dtype, spec.shape, lambda: blocks(source, lambda own: own[0]), None)
 
 
 def blocks(
