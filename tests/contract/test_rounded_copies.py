@@ -70,8 +70,8 @@ def test_every_reader_gets_what_was_saved(store, capsys):
     seen = run(store)
     rows = shown(store, 3, capsys)
     for name in COPIES:
-        (piece,) = rows[name]["pieces"]
-        assert (rows[name]["stored"], piece["codec"].split(":")[0]) == (0, "rounded"), name
+        (codec,) = rows[name]["codecs"]
+        assert (rows[name]["stored"], codec.split(":")[0]) == (0, "rounded"), name
     assert rows[SMALL]["stored"] == rows[SMALL]["size"]
     assert Store(store).verify().ok
     for step, frozen in seen.items():

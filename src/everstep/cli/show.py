@@ -20,7 +20,7 @@ from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
 from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.format.packed import encoded_chunks
-from everstep.format.packs import Piece, chunk_count
+from everstep.format.packs import chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.restore.store import Store
 from everstep.store import catalog, names
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Tell all of a checkpoint."""
     path, steps = split_words(args.words, 1)
-    facts = _facts(path, steps[0] if steps else None, with_pieces=args.json)
+    facts = _facts(path, steps[0] if steps else None)
     chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
     if args.names is not None and not chosen:
         raise Missing(f"{path}: no tensor of step {facts['step']} has a name like {args.names!r}")
@@ -71,9 +71,9 @@ def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
     return any((pattern or "") in name for name in found)
 
 
-def _facts(path: str, reference: str | None, *, with_pieces: bool) -> dict[str, Any]:
-    """All there is to say of a checkpoint, but for pieces, which may be a million. Raises Missing,
-    Corrupt, Unsupported."""
+def _facts(path: str, reference: str | None) -> dict[str, Any]:
+    """All there is to say of a checkpoint but for pieces, which its tables have, maybe a million.
+    Raises Missing, Corrupt, Unsupported."""
     store, disk = Store(path), tier_at(path)
     name = catalog.find(disk, reference)
     chains = Chains(disk)
@@ -87,7 +87,7 @@ def _facts(path: str, reference: str | None, *, with_pieces: bool) -> dict[str, 
     kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
     records = Described(manifest, tables).records if tables else []
     each_table = tables or (catalog.read_table(disk, part) for part in manifest.all_parts)
-    tensors = _tensor_facts(manifest, each_table, with_pieces=with_pieces)
+    tensors = _tensor_facts(manifest, each_table)
     return {
         "name": str(name),
         "kind": "log" if manifest.previous else "state",
@@ -152,21 +152,17 @@ def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]
         "optimizer": str(said["optimizer"]),
         "class": str(said["class"]),
         "gradients": len(gradients),
-        "gradient_bytes": sum(_size_of(whole.pieces) for whole in gradients),
+        "gradient_bytes": sum(whole.spec.size for whole in gradients),
         "clips": clips,
         "compressed": [
             {"form": str(found["form"]), "gradients": len(found["names"])}
             for found in said.get("compressed", ())
         ],
-        "strides": sum(whole.strides is not None for whole in gradients),
-        "scaler": sorted(said.get("scaler", {})),
         "sets": [dict(values) for values in said["sets"]],
     }
 
 
-def _tensor_facts(
-    manifest: Manifest, tables: Iterable[Table], *, with_pieces: bool
-) -> list[dict[str, Any]]:
+def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str, Any]]:
     """Of each tensor, over all parts of a step. `stored`: bytes in files that were written for this
     checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
@@ -179,52 +175,24 @@ def _tensor_facts(
                 facts = found[part.steps, name] = _new_facts(entry, part, manifest.older)
             for piece in entry.pieces:
                 numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
-                stored = _stored_size(part, piece, numbers)
-                codecs = {encoded[index].codec for index in numbers if index in encoded}
+                stored = sum(part.stored[n] for n in numbers) if part.stored else piece.size
                 facts["size"] += piece.size
                 facts["stored"] += stored if is_new[piece.pack] else 0
                 facts["referenced"] += 0 if is_new[piece.pack] else piece.size
                 facts["chunks"] += len(numbers)
-                facts["codecs"] |= codecs
+                facts["codecs"] |= {encoded[n].codec for n in numbers if n in encoded}
                 facts["in_packs"].add(part.packs[piece.pack].path)
-                if with_pieces:
-                    codec = "+".join(sorted(codecs)) or piece.codec
-                    facts["pieces"].append(_piece_facts(part, piece, numbers, stored, codec))
     summed = ("codecs", "in_packs")
     return [{**each, **{key: sorted(each[key]) for key in summed}} for each in found.values()]
 
 
 def _new_facts(entry: TensorEntry, part: Part, older: Mapping[int, int]) -> dict[str, Any]:
     sums = {"size": 0, "stored": 0, "referenced": 0, "chunks": 0}
-    found: dict[str, Any] = {"codecs": set(), "in_packs": set(), "pieces": []}
+    found: dict[str, Any] = {"codecs": set(), "in_packs": set()}
     digest = part.digests[entry.pieces[0].digest]
     step = older.get(entry.pieces[0].pack, part.steps)
     said = {"device": entry.device, "aliases": entry.aliases, "digest": digest, "step": step}
     return {**asdict(entry.spec), **said, **sums, **found}
-
-
-def _stored_size(part: Part, piece: Piece, numbers: range) -> int:
-    return piece.size if part.stored is None else sum(part.stored[index] for index in numbers)
-
-
-def _piece_facts(
-    part: Part, piece: Piece, numbers: range, stored: int, codec: str
-) -> dict[str, Any]:
-    return {
-        "rank": part.rank,
-        "offsets": piece.box.offsets,
-        "lengths": piece.box.lengths,
-        "pack": part.packs[piece.pack].path,
-        "at": piece.offset,
-        "size": piece.size,
-        "stored": stored,
-        "codec": codec,
-        "digests": part.digests[numbers.start : numbers.stop],
-    }
-
-
-def _size_of(pieces: Iterable[Piece]) -> int:
-    return sum(piece.size for piece in pieces)
 
 
 def _summary(facts: Facts) -> list[str]:
@@ -338,8 +306,6 @@ def _call_text(call: Facts) -> str:
         f"{text.plural(call['gradients'], 'gradient')}, {text.size(call['gradient_bytes'])}",
         f"{clipped:,} from before clipping, with its coefficient" if clipped else "",
         *(f"{each['gradients']:,} compressed ({each['form']})" for each in call["compressed"]),
-        f"{call['strides']:,} not row-major in memory" if call["strides"] else "",
-        "unscaled by the optimizer" if call["scaler"] else "",
     ]
     return " · ".join(text.clean(word) for word in words if word)
 
@@ -414,14 +380,10 @@ def _tensor_lines(tensors: Iterable[Facts], packs: Iterable[Facts]) -> list[str]
     return [text.paint(titles, "dim"), *lines]
 
 
-def _codec_text(tensor: Facts) -> str:
-    """By which codecs it is stored, or that it is not stored again; nothing where it is raw."""
-    return " ".join([*tensor["codecs"], *(["referenced"] if tensor["referenced"] else [])])
-
-
 def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
     more = f" +{tensor['chunks'] - 1:,}" if tensor["chunks"] > 1 else ""
     found = sorted(numbers[path] for path in tensor["in_packs"])
+    how = [*tensor["codecs"], *(["referenced"] if tensor["referenced"] else [])]
     packs = ",".join(map(str, found)) if len(found) <= _PACKS_MAX else f"{len(found):,} packs"
     return [
         text.clean(" = ".join((tensor["name"], *tensor["aliases"]))),
@@ -429,7 +391,7 @@ def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
         " × ".join(map(str, tensor["shape"])) or "scalar",
         text.size(tensor["size"]),
         text.size(tensor["stored"]) if tensor["stored"] != tensor["size"] else "",
-        _codec_text(tensor),
+        " ".join(how),
         f"{tensor['digest'][:_DIGEST_DIGITS]}{more}",
         packs,
     ]

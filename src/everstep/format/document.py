@@ -11,7 +11,7 @@ the first to the last member before anybody goes by it.
 import gc
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from itertools import chain, repeat
 from typing import Any, ParamSpec, TypeVar
@@ -111,7 +111,29 @@ def malformed(path: object, flaw: object) -> Corrupt:
 
 def find_flaw(value: Any, shape: Shape) -> str | None:
     """Where `value` is not of that shape, and what is there: ".parts[0].rank is -1"; or None."""
-    return None if _fit([value], shape) else _first_flaw(value, shape)
+    if _fit([value], shape):
+        return None
+    if isinstance(shape, tuple):
+        return max((str(find_flaw(value, each)) for each in shape), key=len)  # of what was nearest
+    found = ((at, find_flaw(item, inner)) for at, item, inner in _members(value, shape))
+    return next((f"{at}{flaw}" for at, flaw in found if flaw), f" is {_brief(value)}")
+
+
+def _members(value: Any, shape: Shape) -> Iterable[tuple[str, Any, Shape]]:
+    """What is in it, and of which shape each has to be; nothing where it is no such container."""
+    if isinstance(shape, list) and type(value) is list and len(shape) in (1, len(value)):
+        shapes = shape if len(shape) > 1 else repeat(shape[0])
+        return ((f"[{at}]", *row) for at, row in enumerate(zip(value, shapes, strict=False)))
+    if not isinstance(shape, dict) or type(value) is not dict:
+        return ()
+    if str in shape:
+        return ((f".{key}", item, shape[str]) for key, item in value.items())
+    rows = ((name, name.removesuffix("?"), inner) for name, inner in shape.items())
+    return (
+        (f".{key}", value.get(key, _ABSENT), inner)
+        for name, key, inner in rows
+        if key == name or key in value
+    )
 
 
 def _fit(values: Sequence[Any], shape: Shape) -> bool:
@@ -155,39 +177,6 @@ def _column(values: Sequence[dict[str, Any]], name: str) -> list[Any]:
         key = name.removesuffix("?")
         return [value[key] for value in values if key in value]
     return [value.get(name, _ABSENT) for value in values]
-
-
-def _first_flaw(value: Any, shape: Shape) -> str | None:
-    if isinstance(shape, tuple):
-        flaws = [_first_flaw(value, each) for each in shape]
-        return None if None in flaws else max(map(str, flaws), key=len)  # of what was nearest
-    rows: Iterable[tuple[str, Any, Shape]]
-    if isinstance(shape, list):
-        is_row = len(shape) > 1
-        if type(value) is not list or (is_row and len(value) != len(shape)):
-            return f" is {_brief(value)}"
-        shapes = shape if is_row else repeat(shape[0])
-        rows = ((f"[{at}]", *row) for at, row in enumerate(zip(value, shapes, strict=False)))
-    elif isinstance(shape, dict):
-        if type(value) is not dict:
-            return f" is {_brief(value)}"
-        if str in shape:
-            rows = ((f".{key}", item, shape[str]) for key, item in value.items())
-        else:
-            rows = _members(value, shape)
-    else:
-        return None if _are_leaves([value], shape) else f" is {_brief(value)}"
-    found = ((at, _first_flaw(item, inner)) for at, item, inner in rows)
-    return next((f"{at}{flaw}" for at, flaw in found if flaw), None)
-
-
-def _members(value: dict[str, Any], shape: dict[str, Shape]) -> Iterator[tuple[str, Any, Shape]]:
-    for name, inner in shape.items():
-        key = name.removesuffix("?")
-        if key in value:
-            yield f".{key}", value[key], inner
-        elif key == name:
-            yield f".{key}", _ABSENT, inner
 
 
 def natural(value: object) -> bool:
