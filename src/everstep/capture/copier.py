@@ -52,6 +52,10 @@ _LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
 """From one look at the frames to the next: each interrupts what runs Python."""
 
 
+_Bound = dict[int | None, tuple[Batch, Fingerprint | None]]
+"""By owner: how its leaves are copied, and watched."""
+
+
 class Torn(NamedTuple):
     """A save of which something was written to while it was copied, and what the user is told."""
 
@@ -210,7 +214,7 @@ class Copier:
         self._queue: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
         self._open: list[Capture] = []
         self._is_sealing = True
-        self._bound: tuple[Walk, Plan, dict[int | None, _Bound]] | None = None
+        self._bound: tuple[Walk, Plan, _Bound] | None = None
         self.devices = Devices()
         self._movers = ThreadPoolExecutor(MOVERS, "everstep-move")
         self._copied: queue.SimpleQueue[Capture | Callable[[], None] | None] = queue.SimpleQueue()
@@ -243,8 +247,8 @@ class Copier:
         bound = self._bind(collected.walk, plan, early.entries if early else frozenset())
         eager = Batch.of(collected.loose, plan)
         owned = {
-            owner: Owned(part.batch, [each.again(handle.step) for each in part.fingerprints])
-            for owner, part in bound.items()
+            owner: Owned(batch, [seen.again(handle.step)] if seen else [])
+            for owner, (batch, seen) in bound.items()
             if owner is not None
         }
         if RECORD_OWNER in owned:
@@ -254,7 +258,7 @@ class Copier:
         # Updates wait for what optimizers own; digests lie at the image's end, and take a while.
         last = {RECORD_OWNER: 1, DIGEST_OWNER: 2}
         owned = dict(sorted(owned.items(), key=lambda row: last.get(row[0], 0)))
-        batches = [eager, *(part.batch for owner, part in bound.items() if owner is None)]
+        batches = [eager, *(batch for owner, (batch, _) in bound.items() if owner is None)]
         lazy = {device for part in owned.values() for device in part.devices}
         devices = {device for batch in batches for device in batch.on_device} | lazy
         self.devices.use(devices)
@@ -365,17 +369,15 @@ class Copier:
         for thread in self._threads:
             thread.join(_JOIN_S)
 
-    def _bind(
-        self, walk: Walk, plan: Plan, early: Set[str] = frozenset()
-    ) -> "Mapping[int | None, _Bound]":
+    def _bind(self, walk: Walk, plan: Plan, early: Set[str]) -> _Bound:
         if self._bound and self._bound[0] is walk and self._bound[1] is plan:
             return self._bound[2]
         sharded = _by_owner(walk.sharded)
         found = _by_owner(leaf for leaf in walk.leaves if leaf.entry not in early)
-        parts = {owner: _Bound(Batch.of(leaves, plan)) for owner, leaves in found.items()}
-        for owner in parts.keys() - _NOT_WATCHED:
-            fingerprint = Fingerprint((*found[owner], *sharded.get(owner, ())))
-            parts[owner] = parts[owner]._replace(fingerprints=[fingerprint])
+        parts: _Bound = {}
+        for owner, leaves in found.items():
+            watched = () if owner in _NOT_WATCHED else (*leaves, *sharded.get(owner, ()))
+            parts[owner] = Batch.of(leaves, plan), Fingerprint(watched) if watched else None
         if not early and RECORD_OWNER not in parts:  # a record's do not come again
             self._bound = (walk, plan, parts)
         return parts
@@ -484,13 +486,6 @@ class Copier:
                 owned.ends[device] = end = torch.cuda.Event(blocking=True)
                 end.record(stream)
         return landings
-
-
-class _Bound(NamedTuple):
-    """How some leaves are copied."""
-
-    batch: Batch
-    fingerprints: Sequence[Fingerprint] = ()
 
 
 def _by_owner(leaves: Iterable[Leaf]) -> dict[int | None, tuple[Leaf, ...]]:

@@ -212,9 +212,8 @@ class Log:
             coming = self._next
             if coming is None or coming.window == 1 or step <= coming.step - coming.window:
                 return [], None
-            pieces = pieces_of(self._run.optimizers, walk)
-            groups = equal_groups(pieces, coming.window)
-            self._window = Window(walk, coming.step, pieces, groups)
+            groups = equal_groups(pieces_of(self._run.optimizers, walk), coming.window)
+            self._window = Window(walk, coming.step, groups)
         return self._window.take(step), self._window.share()
 
     def _others(self, collected: Collected) -> tuple[Leaf, ...]:

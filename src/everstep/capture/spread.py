@@ -70,8 +70,8 @@ class Spread:
         """Of that walk, ..."""
         self._undivided: str | None = None
         """... and why it has none now."""
-        self._groups: list[list[str]] = []
-        """Names of pieces, by the steps of ..."""
+        self._groups: list[list[Piece]] = []
+        """By the steps of ..."""
         self._chosen_for: int | None = None
         """... the window that ends at this one, as it was chosen."""
         self._broken_due: int | None = None
@@ -201,4 +201,4 @@ class Spread:
         steps = self._due - step + 1
         is_planned = self._chosen_for == self._due and len(self._groups) == steps - 1
         groups = self._groups if is_planned else equal_groups(self._pieces, steps)
-        return Window(walk, self._due, self._pieces, groups)
+        return Window(walk, self._due, groups)

@@ -50,17 +50,14 @@ class Window:
     """One state on its way. For the thread that trains; of several ranks each has the same pieces
     at the same steps, and of a piece what it writes, which may be nothing."""
 
-    def __init__(
-        self, walk: Walk, due: int, pieces: Iterable[Piece], groups: Sequence[Sequence[str]]
-    ) -> None:
-        """`due`: its last step. `groups`: names of pieces, by the step at which they are copied;
-        the others come last."""
+    def __init__(self, walk: Walk, due: int, groups: Sequence[Sequence[Piece]]) -> None:
+        """`due`: its last step. `groups`: what is copied at each of the others; the rest comes
+        last."""
         self.due = due
         self.steps: list[int] = []
         """At which something was copied."""
         self.copied: set[str] = set()
         """Names of parameters."""
-        self._leaves_of = {piece.name: piece.leaves for piece in pieces}
         self._groups = groups
         self._left: dict[str, list[Leaf]] = {}
         for leaf in walk.leaves:
@@ -74,8 +71,8 @@ class Window:
         names = list(self._left)
         if step < self.due:
             group = self._groups[index] if index < len(self._groups) else ()
-            self.copied.update(group)
-            names = [leaf for name in group for leaf in self._leaves_of[name]]
+            self.copied.update(piece.name for piece in group)
+            names = [name for piece in group for name in piece.leaves]
         return [leaf for name in names for leaf in self._left.pop(name, ())]
 
     def share(self, calls: Sequence[Any] | None = None) -> dict[str, Any]:
@@ -118,12 +115,11 @@ def why_undivided(optimizers: list[OptimizerState]) -> str | None:
     return None
 
 
-def equal_groups(pieces: Iterable[Piece], steps: int) -> list[list[str]]:
+def equal_groups(pieces: Iterable[Piece], steps: int) -> list[list[Piece]]:
     """What is copied at each step of a window of so many, in about equal bytes; without the last,
     which takes what is left."""
     free = [replace(piece, gradient=0) for piece in pieces]
-    groups = _grouped(free, sum(piece.size for piece in free) / steps)
-    return [[piece.name for piece in group] for group in groups[: steps - 1]]
+    return _grouped(free, sum(piece.size for piece in free) / steps)[: steps - 1]
 
 
 def steps_of_base(pieces: Iterable[Piece], figures: Figures, most: int) -> int:
@@ -135,7 +131,7 @@ def steps_of_base(pieces: Iterable[Piece], figures: Figures, most: int) -> int:
 
 def schedule(
     pieces: Sequence[Piece], figures: Figures, every: int, call_s: float = CALL_S
-) -> list[list[str]]:
+) -> list[list[Piece]]:
     """What is copied at each step but the last of the window that costs training least, of at most
     `every` steps; nothing where that is the full copy at once, or nothing is measured.
 
@@ -166,7 +162,7 @@ def schedule(
         cost_s = late_s + late_with(remaining) + count * call_s
         if cost_s < best_s and recorded <= RECORDS_MAX * state:
             best, best_s = count, cost_s
-    return [[piece.name for piece in group] for group in groups[:best]]
+    return groups[:best]
 
 
 def _grouped(pieces: Iterable[Piece], room: float) -> list[list[Piece]]:

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from everstep.errors import Unsupported
 from everstep.format.document import unseal
 from everstep.keeper.arena import Arena
-from everstep.keeper.data import parse
 from everstep.offload.memory import Memory
 from everstep.sharding.layout import local_of, part_of, with_local
 from everstep.state.objects import decode
@@ -164,9 +163,8 @@ class Inner:
     def __init__(self, exchange: Arena, state: Arena, undo: Arena) -> None:
         """Maps what the trainer made. Raises Corrupt, Unsupported."""
         self._exchange = exchange
-        table = _table(exchange)
-        self._gradients, self._weights = (Memory(exchange, slot, table) for slot in (0, 1))
-        self._state = Memory(state, 0, _table(state))
+        self._gradients, self._weights = (Memory(exchange, slot) for slot in (GRADIENTS, WEIGHTS))
+        self._state = Memory(state, 0)
         self._undo = torch.frombuffer(undo.image(0), dtype=torch.uint8)
         self._marks = Marks(undo)
         said = self.said()
@@ -290,9 +288,3 @@ class Inner:
 def undo_bytes(chunks: Sequence[Sequence[int]], sizes: Sequence[int]) -> int:
     """Of the largest chunk, where an update of each parameter changes so many bytes."""
     return max(sum(sizes[index] + 1 for index in chunk) for chunk in chunks)
-
-
-def _table(arena: Arena) -> Any:
-    row = arena.row(0)
-    assert row
-    return parse(bytes(arena.table(0, row))).table

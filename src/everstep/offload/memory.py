@@ -12,7 +12,12 @@ from everstep.sharding.leaves import bytes_of
 class Memory:
     """A slot's image, by the names of the tensors in it."""
 
-    def __init__(self, arena: Arena, slot: int, table: Table) -> None:
+    def __init__(self, arena: Arena, slot: int, table: Table | None = None) -> None:
+        """`table`: None: that which is sealed in the first slot. Raises Corrupt."""
+        if table is None:
+            row = arena.row(0)
+            assert row
+            table = parse(bytes(arena.table(0, row))).table
         self.arena, self.table = arena, table
         image = arena.image(slot)
         self._starts = pack_starts(pack.size for pack in table.packs)

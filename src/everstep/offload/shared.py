@@ -12,7 +12,6 @@ from everstep.format.document import seal
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import encode_table
 from everstep.keeper.arena import Arena, Row, SlotState
-from everstep.keeper.data import parse
 from everstep.offload.inner import (
     GRADIENTS,
     MASTER,
@@ -53,11 +52,10 @@ class Shared:
         ]
         self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
         self.exchange = _arena(specs, 2)
-        table = _table_of(self.exchange)
-        self._gradients = Memory(self.exchange, GRADIENTS, table)
-        self._weights = Memory(self.exchange, WEIGHTS, table)
+        self._gradients = Memory(self.exchange, GRADIENTS)
+        self._weights = Memory(self.exchange, WEIGHTS)
         self.state = _arena([spec for each in states_of for spec in each], 1, states, arena)
-        self._state = Memory(self.state, 0, _table_of(self.state))
+        self._state = Memory(self.state, 0)
         sizes = [
             spec.size + sum(each.size for each in row)
             for spec, row in zip(specs, states_of, strict=True)
@@ -259,9 +257,3 @@ def _arena(
 def _seal(arena: Arena, table: bytes, said: dict[str, Any]) -> None:
     descriptor = seal(said)
     arena.seal(0, Row(1, 0, arena.image_size, len(table), len(descriptor)), table, descriptor)
-
-
-def _table_of(arena: Arena) -> Any:
-    row = arena.row(0)
-    assert row
-    return parse(bytes(arena.table(0, row))).table
