@@ -85,7 +85,6 @@ class Captures:
         self._plan: Plan | None = None
         """Of what was captured last."""
         self._streams = Streams(disk, state.streams)
-        self._topology: dict[str, Any] | None = None
         self._descriptor_size = 0
         self._unannounced: threading.Event | None = None
         self._copier = Copier(self._announce, self._seal, self._on_failure, choice.run.pace)
@@ -293,11 +292,7 @@ class Captures:
         return self._planners.setdefault(kind, Planner(still))
 
     def _describe(self, captured: Captured, request: Request) -> dict[str, Any]:
-        # Threads and the like may have been set anew.
-        now = topology(self._state.world.size, self._state.layout())
-        now["optimizers"] = self._state.classes()
-        if self._topology is None or not now.items() <= self._topology.items():
-            self._topology = now
+        now = topology(self._state.world.size, self._state.layout())  # threads may be set anew
         share = captured.share
         is_whole = share["ends"] if share else captured.record is None
         return {
@@ -306,7 +301,7 @@ class Captures:
             "own": captured.collected.own,
             "digests": captured.collected.digests,
             "hyperparameters": captured.collected.hyperparameters,
-            "topology": self._topology,
+            "topology": {**now, "optimizers": self._state.classes()},
             "capture": {
                 "every": self._every,
                 "memory": self.pool.describe(),

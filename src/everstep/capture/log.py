@@ -12,7 +12,6 @@ A crash loses at most the step in flight, at the cost of the gradients' bytes in
 state's. Source: LowDiff (SC 2025); the redo log of ARIES.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ from everstep.state.view import Collected, Walk
 
 EVERY_MIN, EVERY_MAX = 10, 1000
 STATES = 4
-_UNSTORED_MAX = 8
 
 
 class NextBase(NamedTuple):
@@ -67,8 +65,10 @@ class Log:
         self._last: Last | None = None
         self._window: Window | None = None
         """Of the next base, where it is under way."""
-        self._records: deque[SaveHandle] = deque(maxlen=_UNSTORED_MAX)
-        self._in_memory_bytes = 0
+        self._record_bytes = 0
+        """Of a record on the disk, as far as that is known; ..."""
+        self._told: SaveHandle | None = None
+        """... which this one tells next."""
 
     def wants(self, step: int) -> bool:
         """See Strategy."""
@@ -107,8 +107,11 @@ class Log:
             self._unowned = Unowned(self._others(captured.collected), handle.step)
             self._base_step, self._base_call = handle.step, handle.call
         elif captured.share is None:
-            self._in_memory_bytes = self._in_memory_bytes or size_of(captured.collected)
-            self._records.append(handle)
+            if self._told is None:
+                self._record_bytes = self._record_bytes or size_of(captured.collected)
+                self._told = handle
+            elif self._told.bytes is not None:
+                self._record_bytes, self._told = self._told.bytes, handle
         assert self._chain
         self._decide(self._chain.walk)
         is_alone = self._run.ranks.world.is_alone
@@ -116,7 +119,7 @@ class Log:
 
     def break_off(self) -> None:
         """See Strategy."""
-        self._chain = self._last = self._window = self._next = None
+        self._chain = self._last = self._window = self._next = self._told = None
         self._run.recorder.stop()
 
     def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
@@ -143,12 +146,6 @@ class Log:
         if not self._record_bytes:
             return EVERY_MIN
         return max(EVERY_MIN, min(EVERY_MAX, STATES * self._base_bytes // self._record_bytes))
-
-    @property
-    def _record_bytes(self) -> int:
-        """Of a record on the disk, as the last one that is there; until then of one in memory."""
-        stored = (handle.bytes for handle in reversed(self._records))
-        return next((size for size in stored if size is not None), self._in_memory_bytes)
 
     def _decide(self, walk: Walk) -> None:
         """When the next base comes, once for each base: all ranks go by what the first decides."""

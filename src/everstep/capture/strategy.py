@@ -289,19 +289,17 @@ class Chain:
         after their first update, or where tensors have other names. Raises Unsupported where
         somebody else moved them, which is a surprise."""
         if collected.walk is not self.walk:
-            shape, before = _shape_of(collected.walk), self._shape
-            if shape == before:
-                self.walk = collected.walk
-            elif found := _moved(before, shape):
+            *others, leaves = _shape_of(collected.walk)
+            *others_before, before = self._shape
+            if others != others_before:
+                return False
+            if found := sorted({spec.name for spec, *_ in before ^ leaves}):
                 raise Unsupported(
                     f"{', '.join(map(repr, found[:5]))} {'are' if len(found) > 1 else 'is'} "
                     f"another tensor, or in other memory, than before (by `.data = ...` or "
                     f"load_state_dict(), perhaps), which no record tells. Write into what is there"
                 )
-            elif not _grows(before, shape):
-                raise Unsupported("the state has other tensors than before")
-            else:
-                return False
+            self.walk = collected.walk
         if taken := (*self._reserved, *_reserved(collected.loose)):
             raise Unsupported(f"{taken[0]!r} is a name that records use. Rename it")
         return self._names == (_owned_aliases(collected), derived)
@@ -309,7 +307,7 @@ class Chain:
 
 def _shape_of(walk: Walk) -> tuple[Any, ...]:
     """To be compared: which tensors, and where those of optimizers lie."""
-    leaves = [
+    leaves = {
         (
             leaf.spec,
             leaf.strides,
@@ -318,21 +316,8 @@ def _shape_of(walk: Walk) -> tuple[Any, ...]:
             None if leaf.owner is None else (id(leaf.tensor), local_of(leaf.tensor).data_ptr()),
         )
         for leaf in walk.leaves
-    ]
-    return leaves, walk.aliases, walk.optimizers
-
-
-def _moved(before: tuple[Any, ...], now: tuple[Any, ...]) -> list[str]:
-    """Of two such shapes: the names of what optimizers own in both, and is in other memory now."""
-    then = {spec: place for spec, *_, place in before[0] if place}
-    rows = ((spec, place) for spec, *_, place in now[0] if place)
-    return [spec.name for spec, (_, at) in rows if then.get(spec, (None, at))[1] != at]
-
-
-def _grows(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
-    """Of two shapes: whether all that differs is that optimizers have more, or less."""
-    rows = [[row for row in shape[0] if row[3] is None] for shape in (before, now)]
-    return rows[0] == rows[1] or before[2] != now[2]
+    }
+    return walk.aliases, walk.optimizers, leaves
 
 
 def _owned_aliases(collected: Collected) -> dict[str, list[str]]:

@@ -28,11 +28,6 @@ class Process:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Its process, where there is one."""
-        return self._process.pid if self._process else None
-
     def ask(self, given: Sequence[int]) -> None:
         """Let it update these parameters as well, in this step; does not wait for it."""
         place = {"step": self._shared.step, "position": len(self._asked)}

@@ -23,7 +23,6 @@ class Overlap(NamedTuple):
     name: str
     tensor: Tensor
     other_name: str
-    other: Tensor
     is_of_values: bool
 
 
