@@ -19,7 +19,7 @@ from everstep.errors import Unsupported
 from everstep.handle import Metrics
 from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
-from everstep.sharding.redundancy import overlap_of
+from everstep.sharding.redundancy import offloaded_of
 from everstep.state.late import Late
 from everstep.state.optimizers import OptimizerState
 
@@ -52,7 +52,8 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
-        self._overlap = overlap_of(self._optimizer)
+        offloaded = offloaded_of(self._optimizer)
+        self._overlap = offloaded and offloaded.overlap
         if self._overlap:
             self._overlap.before.append(self._before_backward_updates)
         self._leave_compiled()
@@ -97,9 +98,6 @@ class Hook:
 
         self._optimizer._optimizer_step_pre_hooks[self._before.id] = traced
         self._optimizer._optimizer_step_post_hooks[self._after.id] = after
-
-    def _is_last(self) -> bool:
-        return _are_at_begin(reversed(self._optimizer._optimizer_step_pre_hooks), self._before.id)
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing():
@@ -146,7 +144,8 @@ class Hook:
     def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         if self._recorder.is_on:
             began = time.perf_counter()
-            if not self._is_last():
+            hooks = self._optimizer._optimizer_step_pre_hooks
+            if not _are_at_begin(reversed(hooks), self._before.id):
                 self._recorder.refuse(
                     f"a pre-hook of {self._state.name!r} was registered meanwhile"
                 )

@@ -8,8 +8,8 @@ training goes on, one block after the other. On CUDA counters and addresses are 
 at.
 """
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 from everstep.redo.rolling_digest import Row, digest_of
 from everstep.sharding.layout import local_of
@@ -56,32 +56,28 @@ class _Blocks:
         self._row = Row([tensor for _, tensor in found])
         self._count = min(_BLOCKS_MAX, -(-self._row.size // _BLOCK_BYTES))
         self._known: list[list[bytes]] = []
-        self._found: list[str] = []
         self._next = 0
-        self._thread = self._run(self._digest_all) if self._count else None
+        self._thread = ThreadPoolExecutor(1, "everstep-unowned")
+        self._changed = self._thread.submit(self._digest_all) if self._count else None
 
     def next_changed(self) -> list[str]:
         """Return the names of the tensors in blocks that were found to differ; look at the next
         block. Does not wait: the thread's last look tells of the calls before."""
-        if self._thread is None or self._thread.is_alive():
+        if self._changed is None or not self._changed.done():
             return []
-        found, self._found = self._found, []
-        number, self._next = self._next, (self._next + 1) % self._count
-        self._thread = self._run(lambda: self._look(number))
+        found = self._changed.result()
+        self._changed = self._thread.submit(self._look, self._next)
+        self._next = (self._next + 1) % self._count
         return found
 
-    def _run(self, work: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=work, name="everstep-unowned", daemon=True)
-        thread.start()
-        return thread
-
-    def _digest_all(self) -> None:
+    def _digest_all(self) -> list[str]:
         self._known = [self._digest(number) for number in range(self._count)]
+        return []
 
-    def _look(self, number: int) -> None:
+    def _look(self, number: int) -> list[str]:
         spans = self._row.spans(number, self._count)
         rows = zip(spans, self._digest(number), self._known[number], strict=True)
-        self._found = [self._names[index] for (index, _, _), now, then in rows if now != then]
+        return [self._names[index] for (index, _, _), now, then in rows if now != then]
 
     def _digest(self, number: int) -> list[bytes]:
         return [digest_of([piece]) for piece in self._row.cut(number, self._count)]

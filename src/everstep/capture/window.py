@@ -109,10 +109,9 @@ def gradient_item(parameter: torch.Tensor) -> int:
 
 def why_undivided(optimizers: list[OptimizerState]) -> str | None:
     """Why not now: numbers in an optimizer's state are stored once, with the last piece."""
-    for optimizer in optimizers:
-        if optimizer.keeps_numbers:
-            return f"{optimizer.name!r} keeps numbers that are no tensors in its state"
-    return None
+    names = (optimizer.name for optimizer in optimizers if optimizer.keeps_numbers)
+    why = (f"{name!r} keeps numbers that are no tensors in its state" for name in names)
+    return next(why, None)
 
 
 def equal_groups(pieces: Iterable[Piece], steps: int) -> list[list[Piece]]:

@@ -31,9 +31,9 @@ from everstep.restore.streams import read_stream
 from everstep.sharding.layout import LocalBox, shards_of
 from everstep.sharding.ranked import unowned
 from everstep.sharding.redundancy import (
-    has_kept_state,
     is_dealt_out,
     is_same_class,
+    offloaded_of,
     send_around,
 )
 from everstep.sharding.topology import ALONE, adopted, differences
@@ -192,7 +192,8 @@ def _match(
 
     versions = state.world.together("fitting", fit)
     candidate.is_shared = _is_shared(state.world, placement)
-    kept = [f"{each.name}." for each in state.optimizers if has_kept_state(each.optimizer)]
+    offloaded = ((each.name, offloaded_of(each.optimizer)) for each in state.optimizers)
+    kept = [f"{name}." for name, found in offloaded if found and found.has_adopted]
     candidate.already = {name for name in placement.destinations if name.startswith(tuple(kept))}
     return placement, versions
 

@@ -71,28 +71,16 @@ OFFLOADED = "offloaded "
 
 def class_of(optimizer: Optimizer) -> str:
     """The class of what makes the updates, module and qualified name."""
+    if offloaded := offloaded_of(optimizer):
+        return f"{OFFLOADED}{offloaded.offloaded}"
+    kind = type(inner_of(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def offloaded_of(optimizer: Optimizer) -> Any:
+    """The OffloadedOptimizer (offload/optimizer.py) that it is; None where it is another."""
     inner = inner_of(optimizer)
-    kind = type(inner)
-    offloaded: str | None = getattr(inner, "offloaded", None)
-    return f"{OFFLOADED}{offloaded}" if offloaded else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def room_of(optimizer: Optimizer, parameter: torch.Tensor) -> Mapping[str, torch.Tensor]:
-    """Where state of a parameter is to lie, by its keys, where the optimizer has a place for it."""
-    inner = cast(Any, inner_of(optimizer))
-    return inner.room(parameter) if getattr(inner, "offloaded", None) else {}
-
-
-def overlap_of(optimizer: Optimizer) -> Any:
-    """What makes its updates while backward still runs (offload/overlap.py); None: nothing does."""
-    inner = cast(Any, inner_of(optimizer))
-    return inner.overlap if getattr(inner, "offloaded", None) else None
-
-
-def has_kept_state(optimizer: Optimizer) -> bool:
-    """Whether these places may have it already."""
-    inner = cast(Any, inner_of(optimizer))
-    return bool(getattr(inner, "offloaded", None)) and inner.has_adopted
+    return inner if getattr(inner, "offloaded", None) else None
 
 
 def is_same_class(now: str, then: str) -> bool:

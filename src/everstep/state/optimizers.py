@@ -20,8 +20,7 @@ from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
     is_here,
-    overlap_of,
-    room_of,
+    offloaded_of,
     spread_hyperparameters,
 )
 from everstep.state.objects import TensorSink, as_stored, encode
@@ -298,7 +297,8 @@ class OptimizerState:
         objects: Mapping[str, Any],
         names: Mapping[str, torch.Tensor],
     ) -> None:
-        if overlap := overlap_of(self.optimizer):
+        offloaded = offloaded_of(self.optimizer)
+        if overlap := offloaded and offloaded.overlap:
             overlap.stop()
         plain = objects.get("state", {})
         new: dict[torch.Tensor, dict[str, Any]] = {}
@@ -339,7 +339,8 @@ class OptimizerState:
         have, which must be the same. `plain`: by parameter, what is no tensor."""
         sets = placement.saved.hyperparameters.get(self.name, [])
         names = self.mapped.names_here(name, parameter)
-        live = self.state.get(parameter) or room_of(self.optimizer, parameter)
+        offloaded = offloaded_of(self.optimizer)
+        live = self.state.get(parameter) or (offloaded.room(parameter) if offloaded else {})
         keys = {each: saved["state"].get(each, ()) for each in names}
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for own in keys.values() for key in own):

@@ -35,7 +35,7 @@ class Stateful(Protocol):
         """Go on from that."""
 
 
-class _AtTheCall:
+class AtTheCall:
     """A part of which nobody knows when its tensors change: they are taken with the objects, at the
     call."""
 
@@ -47,7 +47,7 @@ class _AtTheCall:
         return []
 
 
-class StatefulState(_AtTheCall):
+class StatefulState(AtTheCall):
     """Anything with state_dict and load_state_dict: schedulers, data loaders, an EMA,
     the user's own."""
 
@@ -102,7 +102,7 @@ def _check_scaler(state: Any) -> None:
         raise TypeError(f"{state!r} are not all numbers")
 
 
-class ScalerState(_AtTheCall):
+class ScalerState(AtTheCall):
     """GradScaler, whose own state_dict() synchronises the device:
     its scale and tracker are taken as tensors."""
 
@@ -145,7 +145,7 @@ class ScalerState(_AtTheCall):
             self._scaler.load_state_dict(numbers)
 
 
-class ValueState(_AtTheCall):
+class ValueState(AtTheCall):
     """A value of the user's own: tensors, numbers, strings, nested in dicts and lists,
     put back in place.
 
@@ -198,7 +198,7 @@ class ValueState(_AtTheCall):
         self._holder[self._key] = _merge(self._holder[self._key], value)
 
 
-class GeneratorState(_AtTheCall):
+class GeneratorState(AtTheCall):
     """torch.Generator, numpy's Generator or RandomState, random.Random."""
 
     def __init__(self, name: str, generator: Any, *, is_new: bool = False) -> None:

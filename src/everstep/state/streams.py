@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from everstep.format.manifest import Stream
-from everstep.sharding.leaves import Guard, Leaf
 from everstep.state.objects import TensorSink, plain_json
 from everstep.state.placement import Placement
+from everstep.state.stateful import AtTheCall
 
 Chunk = bytes | bytearray | memoryview | torch.Tensor
 
@@ -39,11 +39,11 @@ class Streamed(Protocol):
         buffers as memoryviews, in memory of their own."""
 
 
-class StreamState:
+class StreamState(AtTheCall):
     """One such part. For the thread that trains."""
 
     def __init__(self, name: str, value: Streamed) -> None:
-        self.name = name
+        super().__init__(name)
         self.value = value
         self.known: tuple[Any, Future[Stream]] | None = None
         """The version that is durable, or will be, and where. One that comes again after another
@@ -59,11 +59,6 @@ class StreamState:
     def is_immutable(self) -> bool:
         """Whether its content may be read while training goes on."""
         return getattr(self.value, "immutable", False) is True
-
-    def leaves(self, guard: Guard) -> list[Leaf]:
-        """It has no tensors that others could see."""
-        del guard
-        return []
 
     def objects(self, sink: TensorSink) -> Any:
         """Its version."""
