@@ -131,8 +131,7 @@ def overlaps_of(entries: Sequence[Entry]) -> dict[int, Overlap]:
         if not tensors[key][2]:
             key, other = other, key
         if tensors[key][2]:
-            other_name, _, is_of_values = tensors[other]
-            found[key] = Overlap(*tensors[key][:2], other_name, is_of_values)
+            found[key] = Overlap(tensors[key][0], tensors[key][1], *tensors[other])
     return dict(sorted(found.items(), key=lambda row: row[1].name))
 
 

@@ -23,6 +23,7 @@ class Overlap(NamedTuple):
     name: str
     tensor: Tensor
     other_name: str
+    other: Tensor
     is_of_values: bool
 
 
@@ -57,9 +58,16 @@ def overlapping(tensors: Iterable[tuple[T, Tensor]]) -> Iterator[tuple[T, T]]:
 
 
 def settle(overlap: Overlap, restored: Tensor) -> None:
-    """Give the tensor what was restored for it: it has that, where both are values and were in one
-    memory then, too; else in memory of its own."""
-    tensor = overlap.tensor
-    if not (overlap.is_of_values and torch.equal(bytes_of(tensor), bytes_of(restored))):
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            tensor.data = restored
+    """Give the tensor what was restored for it: in its place, where both are values and the other
+    one stays as it is, else in memory of its own."""
+    tensor, other = overlap.tensor, overlap.other
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+        if overlap.is_of_values and torch.equal(bytes_of(tensor), bytes_of(restored)):
+            return
+        if overlap.is_of_values and reach(local_of(tensor)) >= tensor.numel():
+            before, known = tensor.clone(), other.clone()
+            tensor.copy_(restored)
+            if torch.equal(bytes_of(other), bytes_of(known)):
+                return
+            tensor.copy_(before)
+        tensor.data = restored
