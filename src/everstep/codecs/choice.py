@@ -12,7 +12,7 @@ again: keeper/encoder.py.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.codecs.codec import WORTH, ZEROS
 
@@ -42,6 +42,10 @@ class Sample:
 
     size: int
     figures: Mapping[str, Figures]
+
+    def without(self, encoder: str) -> "Sample":
+        """The same, where that one cannot be had."""
+        return replace(self, figures={k: v for k, v in self.figures.items() if k != encoder})
 
 
 def choose(

@@ -7,11 +7,10 @@ stands for all. They are taken only where the link is so slow that anything can 
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from everstep.codecs import codec, difference
@@ -150,35 +149,31 @@ class Speeds:
         return self._known[encoder, item_size][1]
 
 
+@dataclass(slots=True)
 class Encoding:
-    """What is done with the chunks of one part. Its methods are for any thread."""
+    """What is done with the chunks of one part. Its methods are for any thread.
 
-    def __init__(
-        self,
-        encoder: "Encoder",
-        layout: _Layout,
-        view: View,
-        encoders: Mapping[str, str] = MappingProxyType({}),
-        others: Mapping[str, str] = MappingProxyType({}),
-        base: Base | None = None,
-        *,
-        is_near: bool = False,
-        samples: bool = False,
-    ) -> None:
-        self.encoders, self._others, self.base = encoders, others, base
-        """By `what` an extent is; none where all stays raw. `_others`: where `base` is gone."""
-        self.is_near = is_near
-        """Whether the link is so slow that anything can come of it."""
-        self._encoder, self._layout, self._view = encoder, layout, view
-        self._wanted = {chunk.digest for chunk in layout.firsts.values()} if samples else set()
+    `encoders`: by `what` an extent is; none where all stays raw. `others`: where `base` is gone.
+    `is_near`: whether the link is so slow that anything can come of it. `wanted`: of which chunks,
+    by their digests, samples are taken.
+    """
+
+    encoder: "Encoder"
+    layout: _Layout
+    view: View
+    encoders: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+    base: Base | None = None
+    is_near: bool = False
+    wanted: Set[int] = frozenset()
 
     def look(self, chunk: Extent, raw: memoryview) -> None:
         """Take a sample of it, if that is wanted."""
-        if chunk.digest in self._wanted:
-            figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self._encoder.speeds)
+        if chunk.digest in self.wanted:
+            figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self.encoder.speeds)
             if self.base and (found := self._difference(chunk, raw)):
                 figures[codec.DIFFERENCE] = found
-            self._layout.samples[chunk.what] = self._layout.sample(chunk.what, figures)
+            self.layout.samples[chunk.what] = self.layout.sample(chunk.what, figures)
 
     def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """What is stored of a chunk, and the name of its codec; None: raw."""
@@ -187,11 +182,20 @@ class Encoding:
             return raw, None
         if encoder == codec.ROUNDED:
             return self._rounded(chunk, raw)
-        found = self._encoder.encode(encoder, raw, chunk, self.base)
-        if found is None and encoder == codec.DIFFERENCE and chunk.what in self._others:
-            encoder = self._others[chunk.what]
-            found = self._encoder.encode(encoder, raw, chunk, None)
+        found = self._apply(encoder, chunk, raw)
+        if found is None and encoder == codec.DIFFERENCE and chunk.what in self.others:
+            encoder = self.others[chunk.what]
+            found = self._apply(encoder, chunk, raw)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
+
+    def _apply(self, encoder: str, chunk: Extent, raw: memoryview) -> bytes | None:
+        """On no more cores than are free, unless it takes no time."""
+        if encoder == codec.ZEROS:
+            return codec.encode(encoder, raw, chunk.item_size)
+        with self.encoder.counting():
+            if encoder == codec.DIFFERENCE:
+                return self.base.encode(chunk, raw) if self.base else None
+            return codec.encode(encoder, raw, chunk.item_size)
 
     def _difference(self, chunk: Extent, raw: memoryview) -> Figures | None:
         """None where the base is gone."""
@@ -200,7 +204,7 @@ class Encoding:
         data = _excerpt(raw)
         encoded = difference.encode(data, _excerpt(base.view(chunk)), size)
         share = 1.0 if encoded is None else len(encoded) / len(data)
-        speed = self._encoder.speeds.of(
+        speed = self.encoder.speeds.of(
             codec.DIFFERENCE,
             raw,
             size,
@@ -211,21 +215,21 @@ class Encoding:
     def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """Nothing, where it is: blocks until its master has arrived. One that is not is not tried
         again before masters are looked for anew."""
-        if not (master := self._layout.masters.get(chunk.digest)):
+        if not (master := self.layout.masters.get(chunk.digest)):
             return raw, None
-        parts = [self._view(each) for each in master.chunks]
+        parts = [self.view(each) for each in master.chunks]
         half = len(parts[0]) // 2
-        with self._encoder.counting():
+        with self.encoder.counting():
             halves = zip((raw[:half], raw[half:]), parts, strict=False)
             is_equal = all(is_rounded(copy, part, master.dtype) for copy, part in halves)
         if is_equal:
             return b"", f"{codec.ROUNDED}:{master.name}"
-        self._layout.masters.pop(chunk.digest, None)
+        self.layout.masters.pop(chunk.digest, None)
         return raw, None
 
 
 class Encoder:
-    """For a writer's thread, but for `encode`, which any may call."""
+    """For a writer's thread, but for `counting`, which any may use."""
 
     def __init__(self, mode: str = "auto", cores: FreeCores | None = None) -> None:
         """`mode`: "auto" or "raw"."""
@@ -267,17 +271,12 @@ class Encoder:
             layout.find_masters(table, view)
         known = layout.samples if is_near else {}
         samples = known or self._probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
-        others = choose(_without_differences(samples), link_bytes_per_s, free)
-        encoding = Encoding(
-            self,
-            layout,
-            view,
-            choose(samples, link_bytes_per_s, free) if base else others,
-            others,
-            base,
-            is_near=is_near,
-            samples=is_stale or (base is not None and not layout.knows_differences),
-        )
+        alone = {name: sample.without(codec.DIFFERENCE) for name, sample in samples.items()}
+        others = choose(alone, link_bytes_per_s, free)
+        encoders = choose(samples, link_bytes_per_s, free) if base else others
+        encoding = Encoding(self, layout, view, encoders, others, base, is_near)
+        if is_stale or (base is not None and not layout.knows_differences):
+            encoding.wanted = {chunk.digest for chunk in layout.firsts.values()}
         layout.knows_differences &= not is_stale
         layout.knows_differences |= base is not None
         layout.age += is_near
@@ -294,17 +293,6 @@ class Encoder:
             for what, chunk in layout.firsts.items()
             if (is_alike := chunk.item_size == first.item_size) or chunk.digest in layout.masters
         }
-
-    def encode(
-        self, encoder: str, raw: memoryview, chunk: Extent, base: Base | None
-    ) -> bytes | None:
-        """Encode a chunk, on no more cores than are free."""
-        if encoder == codec.ZEROS:
-            return codec.encode(encoder, raw, chunk.item_size)
-        with self.counting():
-            if encoder == codec.DIFFERENCE:
-                return base.encode(chunk, raw) if base else None
-            return codec.encode(encoder, raw, chunk.item_size)
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -327,15 +315,6 @@ def figures_of(
         share = 1.0 if encoded is None else len(encoded) / len(data)
         found[encoder] = Figures(share, speeds.of(encoder, raw, item_size))
     return found
-
-
-def _without_differences(samples: Mapping[str, Sample]) -> dict[str, Sample]:
-    return {
-        name: Sample(
-            sample.size, {k: v for k, v in sample.figures.items() if k != codec.DIFFERENCE}
-        )
-        for name, sample in samples.items()
-    }
 
 
 def _since(began: float) -> float:

@@ -4,7 +4,7 @@ that are free, and memory."""
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 _SPEED_BYTES_MIN = 8 << 20
@@ -20,11 +20,14 @@ class Speed:
     """What a tier was seen to take, in bytes a second; None until then."""
 
     bytes_per_s: float | None = None
+    noted: float = field(default_factory=time.monotonic)
+    """When that was."""
 
     def note(self, size: int, seconds: float) -> None:
         """One write, with its sync; a mean that forgets."""
         if size >= _SPEED_BYTES_MIN and seconds > 0:
             seen = size / max(seconds - _FLUSH_S, seconds / 2)
+            self.noted = time.monotonic()
             self.bytes_per_s = 0.7 * (self.bytes_per_s or seen) + 0.3 * seen
 
 

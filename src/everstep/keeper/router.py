@@ -38,7 +38,6 @@ class Router:
         self._beside = Writer(copies.tier, None, encoder=writer.encoder, hasher=writer.hasher)
         """The same, as it writes to the remote tier."""
         self._favourite: Name = "local"
-        self._seen: dict[Name, tuple[float | None, float]] = {}
         self._away_until = 0.0
 
     def persist(
@@ -91,12 +90,12 @@ class Router:
     def _look(self, name: Name) -> Durable:
         is_local, now = name == "local", time.monotonic()
         writer = self._writer if is_local else self._beside
-        speed = writer.speed.bytes_per_s or (None if is_local else self._copies.speed.bytes_per_s)
-        if self._seen.get(name, (None, 0.0))[0] != speed:
-            self._seen[name] = speed, now
-        _, since = self._seen.get(name, (None, now))
+        is_known = is_local or writer.speed.bytes_per_s
+        speed = writer.speed if is_known else self._copies.speed
         answers = is_local or (now >= self._away_until and self._copies.answers)
-        return Durable(_free_bytes(writer.disk), speed, now - since, answers=answers)
+        return Durable(
+            _free_bytes(writer.disk), speed.bytes_per_s, now - speed.noted, answers=answers
+        )
 
 
 def _free_bytes(tier: Tier) -> int:

@@ -25,7 +25,7 @@ from everstep.tiers.tier import Readable
 
 log = logging.getLogger("everstep")
 
-_NEWEST_MAX = 64
+_NEWEST_MAX = 16
 _STORE = {"run": str, "from?": {"store": str, "run": str, "step": natural, "epoch": natural}}
 _EPOCH = {
     "parent": (None, natural),
@@ -92,17 +92,12 @@ def is_epoch(document: bytes) -> bool:
         return False
 
 
-def find_attachment(disk: Readable, attachment: str, seen: set[int] | None = None) -> int | None:
-    """The epoch that this claim of a run got; None where it has none (yet). `seen`: those that
-    are others', for who asks again."""
-    seen = set() if seen is None else seen
+def find_attachment(disk: Readable, attachment: str) -> int | None:
+    """The epoch that this claim of a run got; None where it has none (yet)."""
     for number in reversed(claimed(disk)[-_NEWEST_MAX:]):
-        if number in seen:
-            continue
         with contextlib.suppress(Corrupt, Missing):
             if read_epoch(disk, number).attachment == attachment:
                 return number
-            seen.add(number)
     return None
 
 
@@ -155,7 +150,7 @@ def is_there(disk: Readable, name: CheckpointName) -> bool:
 
 def read_manifest(disk: Readable, name: CheckpointName) -> Manifest:
     """Raises Missing, Corrupt, Unsupported."""
-    return _read_manifest(disk, name)[0]
+    return read_manifest_document(disk, name)[1]
 
 
 def read_chain(disk: Readable, name: CheckpointName) -> list[Manifest]:
@@ -189,10 +184,10 @@ def read_behind(disk: Readable, behind: Previous, later: object) -> Manifest:
     """A checkpoint that a `later` one needs. Raises Corrupt as check_previous."""
     name = behind.name
     try:
-        found, digest = _read_manifest(disk, name)
+        document, found = read_manifest_document(disk, name)
     except Missing as error:
         raise Corrupt(f"{error}, but {later} goes on from it") from error
-    if digest != behind.digest:
+    if digest_of(document) != behind.digest:
         raise Corrupt(f"reading {disk.root}: {name} is not the checkpoint that {later} follows")
     return found
 
@@ -222,10 +217,11 @@ def _whole(disk: Readable, manifest: Manifest) -> Manifest:
 
 def digest_of_manifest(disk: Readable, name: CheckpointName) -> str:
     """By which a log names the checkpoint that it follows. Raises Missing, Corrupt."""
-    return _read_manifest(disk, name)[1]
+    return digest_of(read_manifest_document(disk, name)[0])
 
 
-def _read_manifest(disk: Readable, name: CheckpointName) -> tuple[Manifest, str]:
+def read_manifest_document(disk: Readable, name: CheckpointName) -> tuple[bytes, Manifest]:
+    """A manifest, with its bytes. Raises as read_manifest."""
     path = names.manifest_path(name)
     document = disk.read(path)
     manifest = decode_manifest(document, disk.root / path)
@@ -234,7 +230,7 @@ def _read_manifest(disk: Readable, name: CheckpointName) -> tuple[Manifest, str]
             f"reading {disk.root / path}: it is the manifest of {manifest.name}, moved or copied "
             f"here"
         )
-    return manifest, digest_of(document)
+    return document, manifest
 
 
 def read_table(disk: Readable, part: Part) -> Table:

@@ -20,7 +20,6 @@ from everstep.format.manifest import (
     Part,
     check_follows,
     check_table,
-    decode_manifest,
 )
 from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
@@ -160,9 +159,7 @@ def _to_copy(source: Readable, target: Target, name: CheckpointName) -> list[_St
 
 def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
     """Raises Missing, Corrupt; Conflict where the target has another one."""
-    catalog.read_manifest(source, name)  # with its checks
-    document = source.read(names.manifest_path(name))
-    manifest = decode_manifest(document, source.root / names.manifest_path(name))
+    document, manifest = catalog.read_manifest_document(source, name)
     there = _find(target, names.manifest_path(name))
     if there not in (None, document) and not _is_same(target, name, manifest):
         raise Conflict(

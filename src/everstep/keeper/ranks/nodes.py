@@ -180,10 +180,9 @@ class Nodes:
 
     def await_epoch(self, attachment: str) -> int:
         """The epoch that rank 0's node has claimed for this run; blocks. Raises Unavailable."""
-        seen: set[int] = set()
         number = self._await(
             None,
-            lambda: catalog.find_attachment(self.first, attachment, seen),
+            lambda: catalog.find_attachment(self.first, attachment),
             lambda: (
                 "the epoch of this run did not appear in it. The node of rank 0 claims it: is "
                 "this directory the same on all nodes?"
