@@ -96,7 +96,7 @@ class Written:
                 sources = [Counted(image) for image in images]
                 entry = table.tensors[self.spec.name]
                 here = [(entry, list(map(Delivery.to, destinations)))]
-                loader.load(part, [[source] for source in sources], here, table)
+                loader.load(part, [[source] for source in sources], here, table, None)
                 reads.append([source.reads for source in sources])
         return reads
 

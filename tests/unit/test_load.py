@@ -7,7 +7,7 @@ import xxhash
 from everstep import Corrupt
 from everstep.format.manifest import Part
 from everstep.format.packs import Spec, lay_out
-from everstep.format.tables import FileLink, TensorEntry
+from everstep.format.tables import FileLink, TensorEntry, decode_table, encode_table
 from everstep.restore import load as load_module
 from everstep.restore.deliver import Delivery
 from everstep.restore.load import Loader, MemorySource
@@ -32,9 +32,10 @@ def test_memory_that_changes_after_the_check(monkeypatch):
 
     monkeypatch.setattr(load_module, "copy_chunk", copy_and_overwrite)
     tensor = torch.zeros(5000)
+    table = decode_table(encode_table(layout, {}, {}, {}), "a table")
     destinations = [(TensorEntry(spec, layout.pieces), [Delivery.to(LocalBox.whole(tensor))])]
     with Loader() as loader:
-        loader.load(part, [[source]], destinations)
+        loader.load(part, [[source]], destinations, table, None)
         assert tensor.numpy().tobytes() == expected
         with pytest.raises(Corrupt):
-            loader.load(part, [[source]], destinations)
+            loader.load(part, [[source]], destinations, table, None)

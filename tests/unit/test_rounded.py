@@ -104,7 +104,7 @@ class Stored:
             (self.entries[name], list(map(Delivery.to, found))) for name, found in wanted.items()
         ]
         with Loader() as loader:
-            loader.load(self.part, [[source]], rows, self.table)
+            loader.load(self.part, [[source]], rows, self.table, None)
 
 
 def _digest(data):

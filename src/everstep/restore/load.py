@@ -137,10 +137,6 @@ class Earlier:
         return Chunks(part, self._table), sources, before
 
 
-def _no_base(pack: int, target: Target) -> memoryview:
-    raise Corrupt(f"reading tensor {target.name!r} of pack {pack}: a record has no differences")
-
-
 class Loader:
     """The threads that read, each with its buffer: kept from part to part of a restore."""
 
@@ -161,14 +157,13 @@ class Loader:
         part: Part,
         sources: Sequence[Sequence[Source]],
         destinations: Destinations,
-        table: Table | None = None,
-        read_base: ReadBase = _no_base,
+        table: Table,
+        read_base: ReadBase,
         already: Container[str] = frozenset(),
     ) -> None:
         """Fill the destinations with what the part has of their boxes; blocks. The entries are the
         part's own, each of another tensor. `sources[pack]`: where that pack can be read, nearest
-        first. `table`: the part's, needed where it is packed; `read_base`: where it has
-        differences.
+        first. `table`: the part's; `read_base`: where it has differences.
         `already`: the tensors of which chunks may be in their places, and are not read then."""
         spans = plan(
             ((entry, [each.box for each in found]) for entry, found in destinations), part, table

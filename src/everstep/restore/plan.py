@@ -62,10 +62,10 @@ class Span:
 
 
 def plan(
-    wanted: Iterable[tuple[TensorEntry, Sequence[Box]]], part: Part, table: Table | None = None
+    wanted: Iterable[tuple[TensorEntry, Sequence[Box]]], part: Part, table: Table
 ) -> list[Span]:
     """The reads that bring what the part has of these boxes, by pack and offset: each chunk once,
-    and none in which there is no element of them. `table`: of a packed part."""
+    and none in which there is no element of them."""
     found = Chunks(part, table)
     for entry, boxes in wanted:
         for piece in entry.pieces:
@@ -86,13 +86,12 @@ def plan(
 class Chunks:
     """The chunks of a part that are to be read: by their packs, and digests."""
 
-    def __init__(self, part: Part, table: Table | None) -> None:
+    def __init__(self, part: Part, table: Table) -> None:
         self.by_pack: dict[int, dict[int, Target]] = {}
         self.part, self._table = part, table
         self._packed: dict[int, Extent] = {}
         self._encoded: dict[int, Encoded] = {}
         if part.stored is not None:
-            assert table is not None
             self._packed = {each.digest: each for each in stored_extents(table, part.stored)}
             self._encoded = encoded_chunks(part, table)
 
@@ -140,7 +139,7 @@ class Chunks:
 
     def _add_master(self, name: str, entry: TensorEntry, index: int, target: Target) -> None:
         """The same elements of that tensor take twice as many chunks."""
-        master = self._table.tensors.get(name) if self._table else None
+        master = self._table.tensors.get(name)
         if master is None or master.spec.dtype != SOURCE:
             master = replace(entry, pieces=())
         left = 2 * target.raw

@@ -19,10 +19,27 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import Missing
+from everstep.format.document import Shape, find_flaw
 
 _BYTES_MAX = 1 << 20
 _NUMBERS_MAX = 10_000
+_DOCS = "docs/versions.md tells what a recipe is"
 _TOKENS = re.compile(r"\*\*|\*|\{(\d{1,9})\.\.(\d{1,9})\}|\{([^{}]*)\}|[^*{]+|.", re.DOTALL)
+
+
+def _text(value: object) -> bool:
+    return type(value) is str and bool(value) and "\0" not in value
+
+
+def _none(value: object) -> bool:
+    return False
+
+
+_SOURCE: Shape = (
+    {"store": _text, "step": (int, str), "tag?": _none},
+    {"store": _text, "tag": str, "step?": _none},
+)
+_TAKE: Shape = {"from": _SOURCE, "tensors": _text, "rename?": {str: str}, "optimizer?": bool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,62 +105,35 @@ def _recipe(value: Mapping[str, Any]) -> Recipe:
     say = found.problems.append
     for key in sorted(value.keys() - {"base", "take"}):
         say(f"{key!r} is not known here: a recipe has `base` and `[[take]]`")
-    if "base" in value:
-        found.base = _source(value["base"], "base", found.problems)
+    base, takes = value.get("base"), value.get("take")
+    if flaw := find_flaw(base, _SOURCE):
+        say(f"base{flaw} ({_DOCS})")
     else:
-        say("base = { store = ..., step = ... } is missing")
-    takes = value.get("take", [])
-    if not isinstance(takes, list) or not takes:
+        found.base = _source(base)
+    if find_flaw(takes, [{}]) or not takes:
         say("there is no [[take]]")
-        takes = []
+        return found
     for number, row in enumerate(takes, 1):
-        take = _take(row, number, found.problems)
-        found.takes += [take] if take else []
+        for key in sorted(row.keys() - {"from", "tensors", "rename", "optimizer"}):
+            say(f"take {number}: {key!r} is not known here ({_DOCS})")
+        if flaw := find_flaw(row, _TAKE) or _flaw_of(row["tensors"]):
+            say(f"take {number}{flaw} ({_DOCS})")
+        else:
+            rest = row.get("rename", {}), row.get("optimizer", True)
+            found.takes.append(Take(number, _source(row["from"]), row["tensors"], *rest))
     return found
 
 
-def _take(row: Any, number: int, problems: list[str]) -> Take | None:
-    where = f"take {number}"
-    if not isinstance(row, dict):
-        problems.append(f"{where} is no table")
-        return None
-    for key in sorted(row.keys() - {"from", "tensors", "rename", "optimizer"}):
-        problems.append(
-            f"{where}: {key!r} is not known here: it has from, tensors, rename, optimizer"
-        )
-    source = _source(row.get("from"), f"{where}: from", problems)
-    tensors, rename = row.get("tensors"), row.get("rename", {})
-    optimizer = row.get("optimizer", True)
-    before = len(problems)
-    if not isinstance(tensors, str) or not tensors:
-        problems.append(f"{where}: tensors = a pattern, not {tensors!r}")
-    elif (flaw := _flaw_of(tensors)) is not None:
-        problems.append(f"{where}: {flaw} in tensors = {tensors!r}")
-    if not isinstance(rename, dict) or not all(type(v) is str for v in rename.values()):
-        problems.append(f'{where}: rename = {{ "old" = "new" }}, not {rename!r}')
-    if not isinstance(optimizer, bool):
-        problems.append(f"{where}: optimizer = true or false, not {optimizer!r}")
-    if source is None or tensors is None or len(problems) > before:
-        return None
-    return Take(number, source, tensors, rename, optimizer)
-
-
-def _source(value: Any, where: str, problems: list[str]) -> Source | None:
-    if isinstance(value, dict) and value.keys() in ({"store", "step"}, {"store", "tag"}):
-        store, step = value["store"], value["step"] if "step" in value else value["tag"]
-        is_step = type(step) is str or (type(step) is int and "step" in value)
-        if isinstance(store, str) and store and "\0" not in store and is_step:
-            return Source(store, step)
-    problems.append(f"{where} = {{ store = a path or URL, step = (or tag =) ... }}, not {value!r}")
-    return None
+def _source(value: Any) -> Source:
+    return Source(value["store"], value.get("step", value.get("tag")))
 
 
 def _flaw_of(pattern: str) -> str | None:
     for first, last, _ in _TOKENS.findall(pattern):
         if first and not 0 <= int(last) - int(first) < _NUMBERS_MAX:
-            return f"{{{first}..{last}}} has no numbers, or more than {_NUMBERS_MAX},"
+            return f".tensors: {{{first}..{last}}} has no numbers, or more than {_NUMBERS_MAX}"
     if "{" in re.sub(r"\{[^{}]*\}", "", pattern):
-        return "a { without its }"
+        return ".tensors has a { without its }"
     return None
 
 
