@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Unsupported
 from everstep.interchange.tensors import Found
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -34,29 +34,22 @@ def find_names(
 ) -> dict[Any, str]:
     """What stands for a parameter in the state_dict → its name. `shapes`: of the model's weights,
     in their order; `given`: in which orders they may be (None: that, or by rules). Raises
-    Unsupported, with what to do; Corrupt."""
-    groups, own = state["param_groups"], state["state"]
-    if not isinstance(groups, list) or not isinstance(own, dict):
-        raise Corrupt(f"{what}: it has no groups, or no state")
-    if not all(isinstance(each, dict) for each in own.values()) or not all(
-        isinstance(g, dict) and isinstance(g.get("params"), (list, tuple)) for g in groups
-    ):
-        raise Corrupt(f"{what}: its groups have no parameters")
+    Unsupported, with what to do; and what nonsense comes to (sources.read_source)."""
+    groups = state["param_groups"]
     keys: list[Any] = [each for group in groups for each in group["params"]]
-    if not all(type(each) in (str, int) for each in keys):
-        raise Corrupt(f"{what}: its parameters are neither names nor numbers")
     if all(type(each) is str for each in keys):
         return {key: _known(key, shapes, what) for key in keys}
-    elif all(len(g.get("param_names") or ()) == len(g["params"]) for g in groups):
+    if all(len(g.get("param_names") or ()) == len(g["params"]) for g in groups):
         found = [[_known(name, shapes, what) for g in groups for name in g["param_names"]]]
     elif given is not None:
         found = [list(names) for names in given]
     else:
         found = _by_rules(state, keys, shapes)
     fitting = [
-        names for names in found if _fits(state, dict(zip(keys, names, strict=False)), shapes)
+        names
+        for names in found
+        if len(names) == len(keys) and _fits(state, dict(zip(keys, names, strict=True)), shapes)
     ]
-    fitting = [names for names in fitting if len(names) == len(keys)]
     if not fitting:
         said = f"{what}: none of {len(shapes)} weights is known to be the parameter of a number"
         raise Unsupported(f"{said}, or their shapes do not fit. {_ADVICE}")
@@ -67,8 +60,6 @@ def find_names(
 
 def with_numbers(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state_dict whose numbers DCP has made texts, as it was."""
-    if not isinstance(state["state"], dict) or not isinstance(state["param_groups"], list):
-        return state
     own = {int(k) if _NUMBER.fullmatch(str(k)) else k: each for k, each in state["state"].items()}
     return {**state, "state": own}
 
@@ -84,7 +75,7 @@ def _known(name: str, shapes: Shapes, what: str) -> str:
 def _by_rules(state: Mapping[str, Any], keys: Sequence[Any], shapes: Shapes) -> list[list[str]]:
     """None of them where nothing can be compared."""
     own = state["state"].values()
-    if not any(key in each for each in own if isinstance(each, dict) for key in _ELEMENTWISE):
+    if not any(key in each for each in own for key in _ELEMENTWISE):
         return []
     parameters = [name for name in shapes if not _BUFFERS.search(name)]
     counts = [len(group["params"]) for group in state["param_groups"]]
@@ -100,7 +91,7 @@ def _by_rules(state: Mapping[str, Any], keys: Sequence[Any], shapes: Shapes) -> 
 def _fits(state: Mapping[str, Any], names: Mapping[Any, str], shapes: Shapes) -> bool:
     """Whether what is kept of each has its shape."""
     for key, own in state["state"].items():
-        if key in names and isinstance(own, dict):
+        if key in names:
             tensors = (own[each] for each in _ELEMENTWISE if isinstance(own.get(each), Found))
             if any(each.shape != shapes.get(names[key]) for each in tensors):
                 return False
