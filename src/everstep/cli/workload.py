@@ -190,7 +190,6 @@ def build(
     seed: int,
     steps: int,
     size: Size = "25m",
-    device: str | torch.device = "cpu",
     shard: Callable[[nn.Module], object] = lambda model: None,
 ) -> Run:
     """A fresh run of `steps` steps; seeds the global generators of python, numpy and torch.
@@ -201,13 +200,13 @@ def build(
     np.random.seed(seed)
     torch.manual_seed(seed)
     shape = SHAPES[size]
-    model = GPT(shape).to(device).train()
+    model = GPT(shape).train()
     shard(model)
     optimizer = torch.optim.AdamW(_groups(model), lr=shape.learning_rate, fused=True)
     scheduler = LambdaLR(optimizer, lambda step: _rate(step, steps))
     loader = Loader(text, batch=shape.batch, sequence=shape.sequence, seed=seed)
     note = {"size": size, "seed": seed, "steps": steps, "text_bytes": len(text)}
-    return Run(model, optimizer, scheduler, loader, note, torch.device(device))
+    return Run(model, optimizer, scheduler, loader, note, torch.device("cpu"))
 
 
 def _groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -14,12 +14,11 @@ stay shared from step to step, though the sizes change. Digests are of the store
 lie raw, as later checkpoints name them.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from everstep.format.manifest import Encoded, Part
-from everstep.format.packs import PAGE_BYTES
+from everstep.format.packs import PAGE_BYTES, Entries
 from everstep.format.tables import Extent, Table, extents
 
 ENTRY = "__packed__"
@@ -73,7 +72,7 @@ def content_digests(part: Part, table: Table) -> list[str | None]:
 
 
 def header(size: int) -> bytes:
-    """Of a packed file with that many bytes of chunks and padding."""
-    entry = {ENTRY: {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}}
-    text = json.dumps(entry, separators=(",", ":")).encode()
-    return (HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(HEADER_BYTES - 8)
+    """Of a packed file with that many bytes of chunks and padding; of HEADER_BYTES."""
+    entries = Entries()
+    entries.add(ENTRY, "uint8", (size,), size)
+    return entries.encode()

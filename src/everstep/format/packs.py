@@ -72,7 +72,6 @@ class Piece:
     offset: int
     size: int
     digest: int
-    codec: str = "raw"
 
 
 @dataclass(slots=True)

@@ -307,7 +307,7 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
         "at": piece.offset,
         "size": piece.size,
         "digest": piece.digest,
-        "codec": piece.codec,
+        "codec": "raw",
     }
 
 
@@ -334,18 +334,17 @@ def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> Tens
             piece["at"],
             piece["size"],
             piece["digest"],
-            piece["codec"],
         )
         for piece in row["pieces"]
     ]
     entry = tensor_from_json(row, tuple(pieces))
     spec = entry.spec
+    if odd := {piece["codec"] for piece in row["pieces"]} - {"raw"}:
+        raise Unsupported(
+            f"tensor {spec.name!r} is encoded with {sorted(odd)}, which this everstep cannot "
+            f"decode. Install the everstep that wrote it, or a newer one"
+        )
     for piece in pieces:
-        if piece.codec != "raw":
-            raise Unsupported(
-                f"tensor {spec.name!r} is encoded with {piece.codec!r}, which this everstep cannot "
-                f"decode. Install the everstep that wrote it, or a newer one"
-            )
         if piece.size != piece.box.count * ITEM_SIZES[spec.dtype]:
             raise ValueError(
                 f"a piece of tensor {spec.name!r} has {piece.size} bytes, "
