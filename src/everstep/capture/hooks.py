@@ -9,7 +9,8 @@ calls them then, when nothing is updated, and never again.
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -66,13 +67,9 @@ class Hook:
                 f"meanwhile (overlap=True). Save after step()"
             )
         self._leave_compiled()
-        before = self._optimizer._optimizer_step_pre_hooks
-        after = self._optimizer._optimizer_step_post_hooks
-        if not _are_at_begin(reversed(before), self._before.id):
-            before[self._before.id] = before.pop(self._before.id)
-        if not _are_at_begin(after, self._after.id):
-            others = [key for key in after if key not in _ours]
-            after.update({key: after.pop(key) for key in others})
+        optimizer: Any = self._optimizer  # torch calls its OrderedDicts dicts
+        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
@@ -144,8 +141,8 @@ class Hook:
     def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         if self._recorder.is_on:
             began = time.perf_counter()
-            hooks = self._optimizer._optimizer_step_pre_hooks
-            if not _are_at_begin(reversed(hooks), self._before.id):
+            hooks = reversed(self._optimizer._optimizer_step_pre_hooks)
+            if not _ours.issuperset(takewhile(self._before.id.__ne__, hooks)):
                 self._recorder.refuse(
                     f"a pre-hook of {self._state.name!r} was registered meanwhile"
                 )
@@ -162,11 +159,6 @@ class Hook:
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_capturing() and self._recorder.is_on:
             self._recorder.after_step(self._state)
-
-
-def _are_at_begin(ids: Iterable[int], own: int) -> bool:
-    """Whether there is nothing before this hook but others of everstep's."""
-    return next((found for found in ids if found == own or found not in _ours), None) == own
 
 
 def _closure_of(loss: Any) -> dict[str, Any]:
