@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from everstep.capture.plan import Plan
+from everstep.format.packs import in_groups
 from everstep.keeper.arena import Arena
 from everstep.sharding.leaves import Leaf
 
@@ -82,7 +83,9 @@ class Batch:
             else:
                 batch.strided.append((offset, tensor.detach()))
         batch.shares = _shares(moves)
-        batch.on_device = {device: _groups(places) for device, places in devices.items()}
+        for device, places in devices.items():
+            sized = ((place, place[1].nbytes) for place in places)
+            batch.on_device[device] = in_groups(sized, _GROUP_BYTES)
         return batch
 
     def starts(self) -> Iterator[int]:
@@ -198,18 +201,6 @@ def _shares(moves: list[Move]) -> list[list[Move]]:
             shares[-1].append((offset, source, part))
             offset, source, size, left = offset + part, source + part, size - part, left - part
     return shares
-
-
-def _groups(places: list[Place]) -> list[list[Place]]:
-    groups: list[list[Place]] = []
-    size = _GROUP_BYTES
-    for offset, tensor in places:
-        if size >= _GROUP_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append((offset, tensor))
-        size += tensor.nbytes
-    return groups
 
 
 def image_tensor(arena: Arena, slot: int) -> torch.Tensor:

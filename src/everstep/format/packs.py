@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
+from typing import TypeVar
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
@@ -31,6 +32,8 @@ ALIGNED_FROM_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 ENTRIES_PER_PACK_MAX = 1 << 16
 PAD_PREFIX = "__pad__."
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,19 @@ def chunk_at(size: int, index: int) -> tuple[int, int]:
 def chunk_count(size: int) -> int:
     """How many digests a piece of `size` stored bytes has."""
     return max(1, -(-size // CHUNK_BYTES))
+
+
+def in_groups(rows: Iterable[tuple[T, int]], most: int) -> list[list[T]]:
+    """What has these sizes, in groups of at most so much, but for what is larger alone."""
+    groups: list[list[T]] = []
+    filled = 0
+    for item, size in rows:
+        if not groups or filled + size > most:
+            groups.append([])
+            filled = 0
+        groups[-1].append(item)
+        filled += size
+    return groups
 
 
 def pack_starts(sizes: Iterable[int]) -> list[int]:

@@ -12,6 +12,7 @@ import torch
 from everstep.errors import Missing
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
+from everstep.format.packs import in_groups
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder, write_file
 from everstep.interchange.state_dicts import names_in, tree_of
@@ -151,7 +152,8 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     entries, firsts = export.whole.entries, set(chosen.values())
     tied = (alias for name in firsts for alias in entries[name].aliases)
     export.left_out = sorted(tied)
-    shards = _shards([(name, export.size(of)) for name, of in chosen.items()], export.options)
+    sizes = ((name, export.size(of)) for name, of in chosen.items())
+    shards = in_groups(sizes, export.options.shard_bytes) or [[]]
     total = sum(map(export.size, chosen.values()))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards):
@@ -165,19 +167,6 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
         said: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": index}
         path = export.folder / "model.safetensors.index.json"
         path.write_text(f"{json.dumps(said, indent=2)}\n")
-
-
-def _shards(sizes: Sequence[tuple[str, int]], options: Options) -> list[list[str]]:
-    """In their order, none larger than asked for, but for one of a single tensor."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes:
-        if shards[-1] and filled + size > options.shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def to_torch(export: Export) -> None:

@@ -94,19 +94,6 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def chunks_of(sizes: Sequence[int]) -> list[list[int]]:
-    """Indices of parameters, of so many bytes, that are updated together."""
-    found: list[list[int]] = []
-    size = CHUNK_BYTES
-    for index, each in enumerate(sizes):
-        if size + each > CHUNK_BYTES:
-            found.append([])
-            size = 0
-        found[-1].append(index)
-        size += each
-    return found
-
-
 def kind_of(name: str) -> Callable[..., Optimizer]:
     """The class of that module and name. Raises Unsupported."""
     module, _, attribute = name.rpartition(".")

@@ -9,15 +9,15 @@ from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
 from everstep.format.document import seal
-from everstep.format.packs import Spec, lay_out
+from everstep.format.packs import Spec, in_groups, lay_out
 from everstep.format.tables import encode_table
 from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.offload.inner import (
+    CHUNK_BYTES,
     GRADIENTS,
     MASTER,
     WEIGHTS,
     Marks,
-    chunks_of,
     gradient_of,
     has_master,
     kind_of,
@@ -60,7 +60,8 @@ class Shared:
             spec.size + sum(each.size for each in row)
             for spec, row in zip(specs, states_of, strict=True)
         ]
-        self.chunks = chunks_of([_master_bytes(each) for each in self._parameters])
+        rows = ((index, _master_bytes(each)) for index, each in enumerate(self._parameters))
+        self.chunks = in_groups(rows, CHUNK_BYTES)
         """Indices of parameters that are updated together."""
         self._chunk_of = {
             index: number for number, chunk in enumerate(self.chunks) for index in chunk

@@ -15,12 +15,13 @@ order, and needs no synchronisation.
 
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
 
 import torch
 import xxhash
 
+from everstep.format.packs import in_groups
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.ranked import own_name, unowned
 from everstep.state.fingerprint import Fingerprint
@@ -257,26 +258,12 @@ def digest_of(pieces: Iterable[torch.Tensor]) -> bytes:
 def _sum(pieces: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
     """The weighted sum of their bytes, one element on the device."""
     total = torch.zeros(1, dtype=torch.int64, device=device)
-    for number, block in enumerate(_blocks(pieces)):
+    parts = (part for piece in pieces for part in piece.view(torch.uint8).split(BLOCK_BYTES))
+    blocks = in_groups(((part, len(part)) for part in parts), BLOCK_BYTES)
+    for number, block in enumerate(blocks):
         numbers = torch.cat([*block, block[0].new_zeros(-sum(map(len, block)) % 8)])
         numbers = numbers.view(torch.int64)
         places = torch.arange(len(numbers), dtype=torch.int64, device=device)
         weights = (places + number * (BLOCK_BYTES // 4)) * _ODD | 1
         total += (numbers * weights).sum()
     return total
-
-
-def _blocks(pieces: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """As bytes, in lists of about BLOCK_BYTES."""
-    block: list[torch.Tensor] = []
-    size = 0
-    for piece in pieces:
-        flat = piece.view(torch.uint8)
-        for part in flat.split(BLOCK_BYTES):
-            if size + len(part) > BLOCK_BYTES:
-                yield block
-                block, size = [], 0
-            block.append(part)
-            size += len(part)
-    if block:
-        yield block
