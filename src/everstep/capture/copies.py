@@ -120,9 +120,10 @@ class Batch:
                 (_move_small if size < _SMALL_BYTES else _move_large)(base + offset, source, size)
             arrived(share[0][0])
 
-        if not _spread(movers, move_all, self.shares):
-            for share in self.shares:
-                move_all(share)
+        try:
+            list((movers.map if movers and len(self.shares) > 1 else map)(move_all, self.shares))
+        except RuntimeError:  # the program is ending, and with it all pools
+            list(map(move_all, self.shares))
         if self.strided:
             image = image_tensor(arena, slot)
             for offset, tensor in self.strided:
@@ -173,19 +174,6 @@ class Progress:
                 return
             self._tell_from = whole + self._stride
         self._tell(whole)
-
-
-def _spread(
-    movers: Executor | None, move_all: Callable[[list[Move]], None], shares: list[list[Move]]
-) -> bool:
-    """Let the movers do it. False where there is too little, or nobody, to share it."""
-    if movers is None or len(shares) < 2:
-        return False
-    try:
-        list(movers.map(move_all, shares))
-    except RuntimeError:  # the program is ending, and with it all pools
-        return False
-    return True
 
 
 def _shares(moves: list[Move]) -> list[list[Move]]:

@@ -7,7 +7,7 @@ again.
 """
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +23,7 @@ from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_na
 from everstep.format.tables import FileLink, PackShape, Table, TensorEntry, seal_table
 from everstep.keeper.data import Tail
 from everstep.sharding.leaves import bytes_of, dtype_name
-from everstep.state.streams import Chunk, StreamState
+from everstep.state.streams import StreamState
 from everstep.store import catalog, commit, names
 from everstep.tiers.tier import Tier
 
@@ -96,11 +96,14 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
     is left of it."""
     path = names.pack_path(name, secrets.token_hex(4), 0)
     with disk.new_file(path) as file:
-        tail, rows = Tail(file), _Rows()
-        for number, (key, pieces) in enumerate(part.value.stream()):
-            rows.begin(number, key, part.name)
-            for piece in pieces:
-                tail.append(rows.add(piece))
+        tail, entries, digests = Tail(file), dict[str, TensorEntry](), list[str]()
+        at = HEADER_BYTES
+        for spec, view in _rows(part):
+            piece = Piece(Box.whole(spec.shape), 0, at, len(view), 1 + len(digests))
+            entries[spec.name] = TensorEntry(spec, (piece,))
+            digests += [digest_of(view[start : start + size]) for start, size in chunks(len(view))]
+            tail.append(view)
+            at += len(view)
         if (now := part.version) != version:
             raise Unsupported(
                 f"streaming {part.name!r}: its version went from {version!r} to {now!r} while it "
@@ -114,46 +117,26 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
         disk.finish(path, file)
         disk.sync_entries([path])
         shape = PackShape(size, HEADER_BYTES, 0)
-        table = seal_table(Table((shape,), dict(sorted(rows.entries.items())), {}))
-        digests = (digest_of(first), *rows.digests)
-        known = Part(0, commit.write_table(disk, table), (link,), digests, name.step)
+        table = seal_table(Table((shape,), dict(sorted(entries.items())), {}))
+        digests = [digest_of(first), *digests]
+        known = Part(0, commit.write_table(disk, table), (link,), tuple(digests), name.step)
         return Stream(commit.write_table(disk, encode_part(known)), known.table, known.packs)
     except BaseException:
         commit.discard_packs(disk, name, [link])
         raise
 
 
-class _Rows:
-    """The pieces of a stream as its table and its digests have them."""
-
-    def __init__(self) -> None:
-        self.entries: dict[str, TensorEntry] = {}
-        self.digests: list[str] = []
-        self._at = HEADER_BYTES
-        self._number = self._index = 0
-        self._key = ""
-
-    def begin(self, number: int, key: str, called: str) -> None:
-        """A name, whose pieces come now."""
+def _rows(part: StreamState) -> Iterator[tuple[Spec, memoryview]]:
+    """The pieces of a stream, each name's after one of nothing, as its table has them."""
+    for number, (key, pieces) in enumerate(part.value.stream()):
         if not isinstance(key, str):
-            raise Unsupported(f"streaming {called!r}: {key!r} is no name, stream() yields texts")
-        self._number, self._index, self._key = number, 0, key
-        self._add(NOTHING, "uint8", (0,), memoryview(b""))
-
-    def add(self, piece: Chunk) -> memoryview:
-        """A piece; its bytes."""
-        self._index += 1
-        if isinstance(piece, torch.Tensor):
-            view = bytes_of(piece).numpy().data.cast("B")
-            return self._add(TENSOR, dtype_name(piece.dtype), tuple(piece.shape), view)
-        view = memoryview(piece).cast("B")
-        return self._add(BUFFER, "uint8", (len(view),), view)
-
-    def _add(self, kind: str, dtype: str, shape: tuple[int, ...], view: memoryview) -> memoryview:
-        name = row_name(self._number, self._index, kind, self._key)
-        first = 1 + len(self.digests)
-        piece = Piece(Box.whole(shape), 0, self._at, len(view), first)
-        self.entries[name] = TensorEntry(Spec(name, dtype, shape), (piece,))
-        self.digests += [digest_of(view[at : at + size]) for at, size in chunks(len(view))]
-        self._at += len(view)
-        return view
+            raise Unsupported(f"streaming {part.name!r}: {key!r} is no name, stream() yields texts")
+        yield Spec(row_name(number, 0, NOTHING, key), "uint8", (0,)), memoryview(b"")
+        for index, piece in enumerate(pieces, 1):
+            if isinstance(piece, torch.Tensor):
+                view = bytes_of(piece).numpy().data.cast("B")
+                name = row_name(number, index, TENSOR, key)
+                yield Spec(name, dtype_name(piece.dtype), tuple(piece.shape)), view
+            else:
+                view = memoryview(piece).cast("B")
+                yield Spec(row_name(number, index, BUFFER, key), "uint8", (len(view),)), view

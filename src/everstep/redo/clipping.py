@@ -6,7 +6,6 @@ with the coefficient that clipping multiplied it by. `clip_grad_norm_` is torch'
 any case: what is noted beside it changes neither the gradients nor what is communicated.
 """
 
-import ctypes
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.nn import utils as torch_clipping
 from torch.utils._foreach_utils import _has_foreach_support
@@ -22,6 +20,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from everstep.sharding import layout
 from everstep.sharding.leaves import fills_memory
+from everstep.state.fingerprint import memory_digest
 
 ROOM_PART = 0.5
 """Of a device's free memory, the most that copies of gradients may take: training comes first."""
@@ -235,9 +234,7 @@ def _note_clipped(
 def _look(gradient: Tensor) -> tuple[int, int, bytes]:
     """A DTensor counts what is done to it, and not to its memory."""
     memory = layout.local_of(gradient)
-    size = memory.nbytes if memory.is_cpu else 0
-    dense = (ctypes.c_char * size).from_address(memory.data_ptr()) if size else b""
-    return gradient._version, memory._version, xxhash.xxh3_128_digest(dense)
+    return gradient._version, memory._version, memory_digest(memory) if memory.is_cpu else b""
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[int]]:

@@ -89,7 +89,7 @@ class Fingerprint:
         if self._hashing and not found:
             self._hashing.join()
             digests = zip(self._on_cpu, self._digests, strict=True)
-            found = [name for (name, tensor), known in digests if _digest(tensor) != known]
+            found = [name for (name, tensor), known in digests if memory_digest(tensor) != known]
         return sorted(set(found))
 
     def _read(self, turn: int) -> None:
@@ -118,10 +118,10 @@ class Fingerprint:
             self._hashing.start()
 
     def _hash(self) -> None:
-        self._digests = [_digest(tensor) for _, tensor in self._on_cpu]
+        self._digests = [memory_digest(tensor) for _, tensor in self._on_cpu]
 
 
-def _digest(tensor: torch.Tensor) -> bytes:
+def memory_digest(tensor: torch.Tensor) -> bytes:
     """XXH3-128 of a dense tensor's memory (of another's: of nothing); releases the GIL."""
     size = tensor.nbytes if fills_memory(tensor) else 0
     memory = (ctypes.c_char * size).from_address(tensor.data_ptr()) if size else b""
