@@ -10,7 +10,7 @@ from weakref import ref
 from torch.nn import Parameter
 
 from everstep.errors import Unsupported
-from everstep.format.packs import Layout, Spec, lay_out, pack_starts
+from everstep.format.packs import Layout, lay_out, pack_starts
 from everstep.format.tables import encode_table
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
@@ -21,8 +21,6 @@ class Plan:
     """A layout, its table document, and the offset of each tensor (or box of one) in the image, by
     its entry."""
 
-    aliases: Mapping[str, list[str]]
-    optimizers: Mapping[str, Any]
     layout: Layout
     table: bytes
     offsets: dict[str, int]
@@ -90,45 +88,27 @@ class Planner:
 
     def __init__(self, still: Still | None = None) -> None:
         """`still`: None for records, which have nothing of the kind."""
-        self._plan: Plan | None = None
         self._look = still
-        self._still: frozenset[str] = frozenset()
-        self._known: tuple[ref[Walk], tuple[Spec, ...], Mapping[str, list[str]]] | None = None
+        self._plan: Plan | None = None
+        self._made_of: tuple[Any, ...] = ()
+        self._known: tuple[ref[Walk], Any] | None = None
         """By reference only: a record's walk has gradients, whose memory is not to be held."""
-        self._forms: list[tuple[Any, ...]] = []
-        self._turns: Mapping[str, int] = {}
 
     def plan(self, collected: Collected, turns: Mapping[str, int] = MappingProxyType({})) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs. `turns`:
         of its tensors, by name (Thinned)."""
-        loose = tuple(leaf.spec for leaf in collected.loose)
-        known = self._known
-        still = self._look.look(collected.walk) if self._look else frozenset()
-        if (
-            self._plan
-            and known
-            and still == self._still
-            and turns == self._turns
-            and known[0]() is collected.walk
-            and known[1:] == (loose, collected.aliases)
-        ):
-            return self._plan
         walk = collected.walk
+        still = self._look.look(walk) if self._look else frozenset[str]()
+        beside = tuple(leaf.spec for leaf in collected.loose), collected.aliases, still, turns
+        known = self._known
+        if self._plan and known and known[0]() is walk and known[1] == beside:
+            return self._plan
         leaves = (*walk.leaves, *collected.loose)
-        forms = [_form(leaf) for leaf in leaves]
-        fits = (
-            self._plan is not None
-            and self._forms == forms
-            and self._still == still
-            and self._turns == turns
-            and self._plan.aliases == collected.aliases
-            and self._plan.optimizers == walk.optimizers
-        )
-        if not fits:
-            self._plan = _make(leaves, collected.aliases, walk.optimizers, still, turns)
-            self._forms, self._still, self._turns = forms, still, turns
-        self._known = (ref(walk), loose, collected.aliases)
-        assert self._plan is not None
+        said = collected.aliases, walk.optimizers, still, turns
+        made_of = (list(map(_form, leaves)), *said)
+        if self._plan is None or made_of != self._made_of:
+            self._plan, self._made_of = _make(leaves, *said), made_of
+        self._known = ref(walk), beside
         return self._plan
 
 
@@ -162,7 +142,4 @@ def _make(
         spec.entry: starts[piece.pack] + piece.offset
         for spec, piece in zip(layout.specs, layout.pieces, strict=True)
     }
-    # A copy of the groups: the plan is compared with later walks, and must not change with them.
-    table = encode_table(layout, aliases, devices, optimizers, strides)
-    held, groups = dict(aliases), dict(optimizers)
-    return Plan(held, groups, layout, table, offsets)
+    return Plan(layout, encode_table(layout, aliases, devices, optimizers, strides), offsets)
