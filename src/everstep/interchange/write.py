@@ -4,7 +4,6 @@ What is committed is as after a save: packs, then the table, then the manifest (
 The epoch is claimed when all is durable: an import that is broken off leaves no branch behind.
 """
 
-import mmap
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,12 +19,12 @@ from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
 from everstep.interchange.draft import Borrowed, Draft
+from everstep.keeper.data import Tail
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
 from everstep.store.presence import is_empty, living, shown
 from everstep.store.read import PackCheck, opened
-from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
 
 Progress = Callable[[int, int], None]
@@ -80,11 +79,15 @@ def _write(
     token, links = secrets.token_hex(4), list[FileLink]()
     try:
         for number, pack in enumerate(packs.layout.packs):
-            link = FileLink(names.pack_path(name, token, number), pack.size)
-            disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
-            links.append(link)
-        shared = list(chain.from_iterable(_take(disk, each) for each in draft.borrowed))
-        disk.sync_entries(shared)
+            links.append(FileLink(names.pack_path(name, token, number), pack.size))
+            with disk.new_file(links[-1].path) as file:
+                tail = Tail(file, 0)
+                for block in packs.blocks(number):
+                    tail.append(block)
+                tail.finish()
+            disk.finish(links[-1].path, file)
+        shared = chain.from_iterable(_take(disk, each) for each in draft.borrowed)
+        disk.sync_entries([*(link.path for link in links), *shared])
         own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
         tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
         made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
@@ -205,18 +208,3 @@ class _Packs:
 
 def _box(found: tensors.Found, part: tensors.Part) -> Box | None:
     return None if part.box == Box.whole(found.shape) else part.box
-
-
-def _regrouped(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in large page-aligned blocks, for direct writes."""
-    block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
-    for piece in pieces:
-        while piece:
-            count = min(len(piece), EXTENT_BYTES - filled)
-            block[filled : filled + count] = piece[:count]
-            filled, piece = filled + count, piece[count:]
-            if filled == EXTENT_BYTES:
-                yield block
-                block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
-    if filled:
-        yield block[:filled]

@@ -442,12 +442,13 @@ class Tail:
     """The file's end in page-aligned memory: full buffers are written, the rest waits. `seconds`:
     what the writes took, without the encoding."""
 
-    def __init__(self, file: NewFile) -> None:
+    def __init__(self, file: NewFile, at: int = HEADER_BYTES) -> None:
+        """`at`: where it begins."""
         self._file, self.seconds = file, 0.0
         self._map = mmap.mmap(-1, BUFFER_BYTES)
         self._buffer = memoryview(self._map)
         self._used = 0
-        self._at = HEADER_BYTES
+        self._at = at
 
     def append(self, data: bytes | memoryview) -> None:
         """Copy these bytes to the end."""
