@@ -266,7 +266,6 @@ def test_what_ranks_of_a_node_read_alike_is_read_once(gang, store):
     gang.run(trains, "hsdp", store, 1, nodes=NODES, strategy="full")
     for layout, nodes, expected in (
         ("hsdp", "aabb", [[False]] * 4),  # replicas are on the other node
-        ("hsdp", "abab", [[True]] * 4),
         ("fsdp2", "aaaa", [[False]] * 4),
         ("ddp", "aab", [[True], [True], [False]]),
     ):

@@ -6,7 +6,6 @@ place, as the last record has it.
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,7 +14,6 @@ import torch
 
 from everstep.errors import KINDS, EverstepError, Unsupported, kind_of
 from everstep.format.boxes import Box
-from everstep.format.document import digest_of
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest
 from everstep.redo.derived import Derived
@@ -29,7 +27,6 @@ from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.restore.streams import read_stream
 from everstep.sharding.layout import LocalBox, shards_of
-from everstep.sharding.ranked import unowned
 from everstep.sharding.redundancy import (
     is_dealt_out,
     is_same_class,
@@ -366,17 +363,13 @@ def _check_alone(candidate: Candidate, state: State) -> None:
 
 
 def _is_shared(world: World, placement: Placement) -> bool:
-    """Whether another rank of this node wants just what this one does (replicas): what is read
-    directly would be read off the disk again for each."""
-    if world.is_alone:
-        return False
-    wanted = [
-        (name, [(each.box.offsets, each.box.lengths) for each in found])
-        for name, (_, found) in sorted(placement.destinations.items())
-        if unowned(name) == name
-    ]
-    said = world.gather("comparing what is read", digest_of(json.dumps(wanted).encode()))
-    return any(said[rank] == said[world.rank] for rank in world.local if rank != world.rank)
+    """Whether other ranks of this node want just what this one does (replicas, whose tensors are
+    whole): what is read directly would be read off the disk again for each."""
+    rows = placement.destinations.values()
+    are_whole = all(
+        place.box.lengths == each.spec.shape for each, places in rows for place in places
+    )
+    return len(world.local) > 1 and are_whole
 
 
 def _tell_classes(
