@@ -47,10 +47,10 @@ plain, lock, free_at, mode = System.pwrite, threading.Lock(), 0.0, {mode!r}
 
 def pwrite(system, fd, data, offset):
     global free_at
+    began = time.monotonic()
     size = plain(system, fd, data, offset)
     with lock:
-        free_at = max(free_at, time.monotonic()) + size / {link}
-        until = free_at
+        free_at = until = max(free_at, began) + size / {link}
     time.sleep(max(0.0, until - time.monotonic()))
     return size
 

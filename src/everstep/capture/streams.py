@@ -95,9 +95,8 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
     after a checkpoint. Raises Unavailable, Unsupported, and what `stream()` raises; then nothing
     is left of it."""
     path = names.pack_path(name, secrets.token_hex(4), 0)
-    with disk.new_file(path) as file:
-        tail, entries, digests = Tail(file), dict[str, TensorEntry](), list[str]()
-        at = HEADER_BYTES
+    entries, digests, at = dict[str, TensorEntry](), list[str](), HEADER_BYTES
+    with disk.new_file(path) as file, Tail(file) as tail:
         for spec, view in _rows(part):
             piece = Piece(Box.whole(spec.shape), 0, at, len(view), 1 + len(digests))
             entries[spec.name] = TensorEntry(spec, (piece,))

@@ -2,13 +2,14 @@
 
 A part is taken to be durable after
 
-    stored bytes / link + Σ raw bytes / (speed of the encoder x free cores)
+    write = stored bytes / link,  encode = Σ raw bytes / (speed of the encoder x free cores)
+    the larger of the two + UNHIDDEN of the smaller
 
-Chunks are encoded while others are written, but beside training that hides little of the time, as
-`python -m benchmarks.codecs` shows. Without encoders that is raw bytes / link. An encoder is taken
-where the sum falls by it: so no choice is slower than raw. To drop planes of zeros takes no longer
-than to write them, so that it is not counted. Where the figures come from, and when they are taken
-again: keeper/encoder.py.
+since chunks are encoded while others are written, beside training and on few cores, so that not all
+of it is hidden. Without encoders that is raw bytes / link. An encoder is taken where the time falls
+by it: so no choice is slower than raw. To drop planes of zeros takes no longer than to write them,
+so that it is not counted. Where the figures come from, and when they are taken again:
+keeper/encoder.py.
 """
 
 from collections.abc import Mapping
@@ -19,9 +20,12 @@ from everstep.codecs.codec import WORTH, ZEROS
 FREE_CORES_MIN = 0.5
 """With less, training would pay: only what takes less time than the write that it saves is done."""
 
-CAUTION = 2.0
+CAUTION = 1.5
 """An encoder is taken to need so much longer than in its sample, which was in the cache; digests of
 what is stored are in it."""
+
+UNHIDDEN = 0.15
+"""Of what is done side by side: `python -m benchmarks.codecs`."""
 
 GAIN_MIN = 0.05
 """Of the time until durable: for less everything stays raw."""
@@ -73,10 +77,15 @@ def choose(
         takes = CAUTION * samples[name].size / samples[name].figures[encoder].bytes_per_s
         new_write_s = write_s - saved / link_bytes_per_s
         new_encode_s = encode_s + (takes - spent[name]) / free_cores
-        if saved > 0 and new_write_s + new_encode_s < write_s + encode_s:
+        if saved > 0 and together(new_write_s, new_encode_s) < together(write_s, encode_s):
             write_s, encode_s = new_write_s, new_encode_s
             better[name], stored[name], spent[name] = encoder, stored[name] - saved, takes
-    return better if write_s + encode_s < bound_s else chosen
+    return better if together(write_s, encode_s) < bound_s else chosen
+
+
+def together(write_s: float, encode_s: float) -> float:
+    """The seconds that both take, side by side. Pure."""
+    return max(write_s, encode_s) + UNHIDDEN * min(write_s, encode_s)
 
 
 def _is_free(zeros: Figures | None, link_bytes_per_s: float | None, free_cores: float) -> bool:

@@ -80,8 +80,7 @@ def _write(
     try:
         for number, pack in enumerate(packs.layout.packs):
             links.append(FileLink(names.pack_path(name, token, number), pack.size))
-            with disk.new_file(links[-1].path) as file:
-                tail = Tail(file, 0)
+            with disk.new_file(links[-1].path) as file, Tail(file, 0) as tail:
                 for block in packs.blocks(number):
                     tail.append(block)
                 tail.finish()

@@ -18,12 +18,12 @@ import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from secrets import token_hex
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import xxhash
 
@@ -42,8 +42,8 @@ from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.tiers.files import NewFile
 
-BUFFER_BYTES = 8 << 20
-_AHEAD = 4
+BUFFER_BYTES, BUFFERS = 4 << 20, 3
+_AHEAD_BYTES = 16 << 20
 _SHARE_BYTES = 16 << 20
 
 
@@ -373,13 +373,12 @@ class Data:
         ]
 
     def _write_packed(self, path: str, number: int) -> None:
-        """Encode and write all chunks of a pack; the file is not durable yet. Takes BUFFER_BYTES
-        and some chunks of memory, whatever the pack's size. Raises what the arrival and the disk
+        """Encode and write all chunks of a pack; the file is not durable yet. Takes BUFFERS and
+        _AHEAD_BYTES of memory, whatever the pack's size. Raises what the arrival and the disk
         raise."""
         parsed = self._image.parsed
         chunks = [chunk for chunk in parsed.chunks if chunk.pack == number]
-        with self._writer.disk.new_file(path) as file:
-            tail = Tail(file)
+        with self._writer.disk.new_file(path) as file, Tail(file) as tail:
             for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
                 self._packed[chunk.digest] = stored
                 tail.append(data)
@@ -391,13 +390,18 @@ class Data:
         self._seconds += tail.seconds
 
     def _encoded(self, chunks: Sequence[Extent]) -> Iterator[tuple[bytes | memoryview, "Stored"]]:
-        """What is stored of these chunks, in order; some are made ahead."""
-        waiting: deque[Future[tuple[bytes | memoryview, Stored]]] = deque()
+        """What is stored of these chunks, in order; some are made ahead: of as many bytes as keep
+        the threads that encode at work while a buffer is written."""
+        waiting: deque[tuple[int, Future[tuple[bytes | memoryview, Stored]]]] = deque()
+        ahead = 0
         for chunk in chunks:
-            waiting.append(self._writer.hasher.submit(self._encode, chunk))
-            if len(waiting) > _AHEAD:
-                yield waiting.popleft().result()
-        for task in waiting:
+            waiting.append((chunk.size, self._writer.hasher.submit(self._encode, chunk)))
+            ahead += chunk.size
+            while ahead > _AHEAD_BYTES:
+                size, task = waiting.popleft()
+                ahead -= size
+                yield task.result()
+        for _, task in waiting:
             yield task.result()
 
     def _encode(self, chunk: Extent) -> tuple[bytes | memoryview, "Stored"]:
@@ -439,44 +443,61 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
 
 
 class Tail:
-    """The file's end in page-aligned memory: full buffers are written, the rest waits. `seconds`:
-    what the writes took, without the encoding."""
+    """The file's end in page-aligned memory: one buffer is filled while those before it are
+    written, in order, by a thread of its own. To be left before the file is closed. `seconds`: what
+    the writes took."""
 
     def __init__(self, file: NewFile, at: int = HEADER_BYTES) -> None:
         """`at`: where it begins."""
         self._file, self.seconds = file, 0.0
-        self._map = mmap.mmap(-1, BUFFER_BYTES)
-        self._buffer = memoryview(self._map)
+        self._buffers = deque(memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(BUFFERS))
+        """The first is being filled; the last ones are being written."""
         self._used = 0
         self._at = at
+        self._thread = ThreadPoolExecutor(1, "everstep-tail")
+        self._writes: deque[Future[None]] = deque()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
 
     def append(self, data: bytes | memoryview) -> None:
-        """Copy these bytes to the end."""
+        """Copy these bytes to the end. Raises what writes before raised."""
         view = memoryview(data)
         while view:
             part = min(len(view), BUFFER_BYTES - self._used)
-            self._buffer[self._used : self._used + part] = view[:part]
+            self._buffers[0][self._used : self._used + part] = view[:part]
             self._used, view = self._used + part, view[part:]
             if self._used == BUFFER_BYTES:
-                self._flush()
+                self._flush(BUFFERS - 1)
 
     def finish(self) -> int:
         """Write the rest, padded with zeros to a whole page; the file's size."""
         padded = round_up(self._used)
-        self._buffer[self._used : padded] = bytes(padded - self._used)
+        self._buffers[0][self._used : padded] = bytes(padded - self._used)
         self._used = padded
-        self._flush()
+        self._flush(0)
         return self._at
 
     def put_first(self, first: bytes) -> None:
-        """Write the file's first page."""
+        """Write the file's first page, after all else."""
         assert len(first) == PAGE_BYTES
-        self._buffer[:PAGE_BYTES] = first
-        self._file.write(self._buffer[:PAGE_BYTES], 0)
+        self._buffers[0][:PAGE_BYTES] = first
+        self._write(self._buffers[0][:PAGE_BYTES], 0)
 
-    def _flush(self) -> None:
-        began = time.monotonic()
-        if self._used:
-            self._file.write(self._buffer[: self._used], self._at)
-        self.seconds += time.monotonic() - began
+    def _flush(self, in_flight: int) -> None:
+        """Have the buffer written; blocks while there are more writes than that."""
+        full = self._buffers[0][: self._used]
+        self._writes.append(self._thread.submit(self._write, full, self._at))
         self._at, self._used = self._at + self._used, 0
+        self._buffers.rotate(-1)
+        while len(self._writes) > in_flight:
+            self._writes.popleft().result()
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        began = time.monotonic()
+        if view:
+            self._file.write(view, offset)
+        self.seconds += time.monotonic() - began

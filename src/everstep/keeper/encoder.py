@@ -5,6 +5,7 @@ the first save of a layout, then at every 25th. Before there are any, the first 
 stands for all. They are taken only where the link is so slow that anything can come of them.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
@@ -23,6 +24,9 @@ from everstep.format.packs import Piece, chunk_count, chunks
 from everstep.format.tables import Extent, Table
 from everstep.keeper.measured import FreeCores
 
+THREADS = min(4, len(os.sched_getaffinity(0)))
+"""That digest and encode."""
+
 SMALL_BYTES = 64 << 10
 """A chunk of less is not encoded."""
 
@@ -33,6 +37,7 @@ _SLICES, _SLICE_BYTES = 4, 16 << 10
 _RENEW_SAVES = 25
 _LAYOUTS_MAX = 4
 _ITEMS = 64
+_TIMES = 3
 
 View = Callable[[Extent], memoryview]
 
@@ -143,9 +148,8 @@ class Speeds:
             return speed
         work = encode or partial(codec.encode, encoder, item_size=item_size)
         work(raw[:item_size])  # it imports
-        began = time.thread_time()
-        work(raw)
-        self._known[encoder, item_size] = len(raw), len(raw) / _since(began)
+        seconds = min(_seconds(work, raw) for _ in range(_TIMES))  # the first has new memory
+        self._known[encoder, item_size] = len(raw), len(raw) / seconds
         return self._known[encoder, item_size][1]
 
 
@@ -258,7 +262,7 @@ class Encoder:
         Unsupported where the trainer gives it up."""
         if self._mode == codec.RAW:
             return Encoding(self, _Layout({}, {}), view)
-        free = self._cores.look(self._spent_s)
+        free = min(self._cores.look(self._spent_s), THREADS)
         layout = self._layouts.pop(document, None) or _Layout.of(chunks)
         self._layouts[document] = layout
         for oldest in list(self._layouts)[:-_LAYOUTS_MAX]:
@@ -315,6 +319,12 @@ def figures_of(
         share = 1.0 if encoded is None else len(encoded) / len(data)
         found[encoder] = Figures(share, speeds.of(encoder, raw, item_size))
     return found
+
+
+def _seconds(work: Callable[[memoryview], object], raw: memoryview) -> float:
+    began = time.thread_time()
+    work(raw)
+    return _since(began)
 
 
 def _since(began: float) -> float:

@@ -3,7 +3,6 @@
 A spread checkpoint is written step by step, and committed by the last of them.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from typing import Any
 from everstep.errors import Corrupt, Unavailable
 from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.keeper.copies import RemoteCopies
-from everstep.keeper.encoder import Base, Encoder
+from everstep.keeper.encoder import THREADS, Base, Encoder
 from everstep.keeper.measured import Speed
 from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
 from everstep.store import retain
@@ -22,8 +21,6 @@ from everstep.tiers.tier import Tier
 DIFFERENCES_MAX = 4
 """One after another: then comes a whole version. Eight, which readers take, would save 3% more of
 the bytes, and let restores take twice as long."""
-
-_HASHERS = min(4, len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +140,7 @@ class Writer:
     copies: Sequence[RemoteCopies] = ()
     """To the tiers around the store."""
     hasher: ThreadPoolExecutor = field(
-        default_factory=lambda: ThreadPoolExecutor(_HASHERS, "everstep-digest")
+        default_factory=lambda: ThreadPoolExecutor(THREADS, "everstep-digest")
     )
 
     @property
