@@ -18,7 +18,7 @@ from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.keeper.ranks.descriptions import merge_numbered
 from everstep.keeper.ranks.nodes import unite
-from everstep.store import catalog, commit, names, parts, retain
+from everstep.store import catalog, commit, names, retain
 from everstep.tiers.disk import Disk
 from stores import go_on, make_store
 
@@ -51,6 +51,10 @@ RANKS = {
 def found_of(attempt="run.1", node=3, **more):
     sets = {"optimizer": [{"lr": 0.5}, {"lr": 1}]}
     return NodePart(attempt, node, None, PART, sets, RANKS, **more)
+
+
+def publish(disk, name, part):
+    disk.replace(names.part_path(name, part.node), encode_node_part(part))
 
 
 def test_what_goes_in_comes_out():
@@ -126,10 +130,10 @@ def test_nodes_with_different_things_to_save_are_told():
 
 def test_only_the_same_attempt_is_found(tmp_path):
     disk, name = make_store(tmp_path / "store", [1]).disk, CheckpointName(2, 1)
-    parts.publish(disk, name, found_of("run.1"))
-    assert parts.find(disk, name, 3, "run.1") == found_of("run.1")
-    assert parts.find(disk, name, 3, "run.2") is None
-    assert parts.find(disk, name, 2, "run.1") is None
+    publish(disk, name, found_of("run.1"))
+    assert catalog.find_part(disk, name, 3, "run.1") == found_of("run.1")
+    assert catalog.find_part(disk, name, 3, "run.2") is None
+    assert catalog.find_part(disk, name, 2, "run.1") is None
     assert catalog.committed(disk) == [CheckpointName(1, 1)]
 
 
@@ -147,17 +151,17 @@ def test_gc_sweeps_what_nothing_will_come_of(tmp_path):
     disk = trainer.disk
     of_dead, of_committed = CheckpointName(3, 1), CheckpointName(2, 1)
     for name in (of_dead, of_committed):
-        parts.publish(disk, name, found_of())
+        publish(disk, name, found_of())
     retain.sweep(disk)
-    assert parts.listed(disk, of_committed) == []
-    assert parts.listed(disk, of_dead) == [names.part_path(of_dead, 3)]  # it may come yet
+    assert catalog.part_documents(disk, of_committed) == []
+    assert catalog.part_documents(disk, of_dead) == [names.part_path(of_dead, 3)]  # it may come yet
     go_on(trainer, 2, [])
     of_live = CheckpointName(3, 2)
-    parts.publish(disk, of_live, found_of())
+    publish(disk, of_live, found_of())
     retain.sweep(disk)
-    assert parts.listed(disk, of_dead) == []
+    assert catalog.part_documents(disk, of_dead) == []
     assert not (disk.root / "checkpoints" / str(of_dead)).exists()
-    assert parts.listed(disk, of_live) == [names.part_path(of_live, 3)]
+    assert catalog.part_documents(disk, of_live) == [names.part_path(of_live, 3)]
 
 
 @pytest.mark.parametrize(("nodes", "is_indexed"), [(INDEXED_FROM_PARTS - 1, False), (40, True)])

@@ -17,6 +17,7 @@ from everstep.format.manifest import (
     check_table,
     decode_manifest,
 )
+from everstep.format.node_parts import NodePart, decode_node_part
 from everstep.format.streams import decode_part
 from everstep.format.tables import Table, decode_table
 from everstep.store import names
@@ -309,6 +310,23 @@ def read_tags(disk: Readable) -> dict[str, CheckpointName]:
         with contextlib.suppress(Missing):  # deleted meanwhile
             found[tag] = read_tag(disk, tag)
     return found
+
+
+def find_part(disk: Readable, name: CheckpointName, node: int, attempt: str) -> NodePart | None:
+    """What one of several nodes says of a checkpoint before the commit, in this attempt; None where
+    it has said nothing yet. Raises Corrupt."""
+    path = names.part_path(name, node)
+    try:
+        found = decode_node_part(disk.read(path), disk.root / path)
+    except Missing:
+        return None
+    return found if (found.attempt, found.node) == (attempt, node) else None
+
+
+def part_documents(disk: Readable, name: CheckpointName) -> list[str]:
+    """The paths of all of these."""
+    directory = f"{names.CHECKPOINTS}/{name}"
+    return [f"{directory}/{file}" for file in disk.list(directory) if names.is_part(file)]
 
 
 def read_unproven(disk: Readable) -> dict[CheckpointName, str]:

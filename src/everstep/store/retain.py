@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
-from everstep.store import catalog, claims, commit, names, parts, presence
+from everstep.store import catalog, claims, commit, names, presence
 from everstep.store.lineage import branches, current
 from everstep.tiers.tier import Tier
 
@@ -270,7 +270,7 @@ def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[s
     for directory in disk.list(names.CHECKPOINTS):
         name = names.parse_checkpoint(directory)
         if name and (name in committed or name.epoch < live):
-            found += parts.listed(disk, name)
+            found += catalog.part_documents(disk, name)
     return found
 
 

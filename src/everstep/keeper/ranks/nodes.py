@@ -4,6 +4,10 @@
     rank 0's      data ──▶ wait for all part documents ──▶ check, merge ──▶ manifest ──▶ local
 
 Invariants:
+* A part document (`checkpoints/00000100-0003/part-2.json`: what node 2 has of it, or why it has
+  nothing) is published when every byte that it names is durable, and means nothing to readers.
+* Files that one names are not deleted by the node that wrote it, unless the node that commits has
+  said that it never will: it may be about to.
 * The node of rank 0 alone creates manifests, and only of parts of one attempt: a call of a run's
   attachment. What a dead attempt left never joins.
 * A node that has nothing of a step says so, with the reason: then it fails on all nodes at once.
@@ -29,13 +33,13 @@ from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
 from everstep.format.manifest import CheckpointName, Manifest, check_table, encode_manifest
 from everstep.format.merge import merge_optimizers, unite_tables
-from everstep.format.node_parts import NodePart
+from everstep.format.node_parts import NodePart, encode_node_part
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.existing import check_same
 from everstep.keeper.ranks.descriptions import check_held, merge_numbered, objects_of
 from everstep.keeper.wire import Place
 from everstep.keeper.writer import Writer
-from everstep.store import catalog, commit, names, parts
+from everstep.store import catalog, commit, names
 from everstep.tiers.peer import Peer
 from everstep.tiers.tier import Tier
 
@@ -94,7 +98,7 @@ class Nodes:
     def check_not_given_up(self, name: CheckpointName, call: int) -> None:
         """A keeper of this node that died may have said that there is nothing of it: others have
         believed it. Raises Unavailable."""
-        said = parts.find(self._disk, name, self.node, self._place.named(call))
+        said = catalog.find_part(self._disk, name, self.node, self._place.named(call))
         if said and said.failed is not None:
             raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
 
@@ -102,7 +106,17 @@ class Nodes:
         """What is here, durably (its packs are). Raises Unavailable, Conflict."""
         commit.check_epoch(self.first, name.epoch, name.step)
         commit.write_table(self._disk, table)
-        parts.publish(self._disk, name, own)
+        self._publish(name, own)
+
+    def _publish(self, name: CheckpointName, part: NodePart) -> None:
+        """Durably, in place of what this node said before."""
+        self._disk.replace(names.part_path(name, part.node), encode_node_part(part))
+
+    def _clear(self, name: CheckpointName) -> None:
+        """The checkpoint is there: nobody needs part documents any more. Else they are left to
+        gc."""
+        with contextlib.suppress(Exception):
+            self._disk.forget(catalog.part_documents(self._disk, name))
 
     def commit(
         self, manifest: Manifest, own: NodePart, table: bytes
@@ -116,7 +130,7 @@ class Nodes:
             manifest, tables = unite(self._disk, manifest, every)
             document = encode_manifest(manifest)
             commit.publish(self._disk, manifest, document, tables, self._own)
-            parts.clear(self._disk, name)
+            self._clear(name)
             return manifest, digest_of(document)
         found = self._await_commit(name, own.attempt)
         if self._place.own_store:
@@ -127,7 +141,7 @@ class Nodes:
             check_same(self._disk, manifest, table, node=self.node)
             new = [link for link in links if names.is_new_in(link.path, name)]
             commit.discard_packs(self._disk, name, new)
-        parts.clear(self._disk, name)  # perhaps told after it
+        self._clear(name)  # perhaps told after it
         return found, None
 
     def _take_over(self, found: Manifest) -> None:
@@ -155,7 +169,7 @@ class Nodes:
             if is_over or self.first.size(names.manifest_path(name)) is not None:
                 return
             said = NodePart(self._place.named(call), self.node, reason[:_REASON_MAX], kind=kind)
-            parts.publish(self._disk, name, said)
+            self._publish(name, said)
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
             log.warning("telling other nodes that there is nothing of %s: %s", name, error)
@@ -212,8 +226,8 @@ class Nodes:
         """What another node says, if it has said anything yet. Raises as _await_parts."""
         store = self.stores.get(node, self._disk)
         try:
-            is_told = names.part_path(name, node) in parts.listed(store, name)
-            part = parts.find(store, name, node, attempt) if is_told else None
+            is_told = names.part_path(name, node) in catalog.part_documents(store, name)
+            part = catalog.find_part(store, name, node, attempt) if is_told else None
             document = store.read(part.part.table.path) if part and part.part else b""
         except Unavailable:
             if node in self.stores:  # its keeper may have died: another one starts
@@ -235,7 +249,7 @@ class Nodes:
             if path in there and disk.holds(path):
                 return catalog.read_manifest(disk, name)
             is_told = names.part_path(name, 0) in there
-            said = parts.find(disk, name, 0, attempt) if is_told else None
+            said = catalog.find_part(disk, name, 0, attempt) if is_told else None
             if said and said.failed is not None:
                 text = f"saving step {name.step}: the node of rank 0 gave it up: {said.failed}"
                 raise GivenUp(text, said)
