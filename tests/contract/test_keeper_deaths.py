@@ -73,23 +73,23 @@ if "everstep.keeper" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize("name", ["fail", "done"])
-def test_a_keeper_that_cannot_answer_leaves_it_to_the_next_one(store, tmp_path, monkeypatch, name):
+@pytest.mark.parametrize("what", ["failed", "local"])
+def test_a_keeper_that_cannot_answer_leaves_it_to_the_next_one(store, tmp_path, monkeypatch, what):
     """A trainer that has to wait (when_full="wait") would do so for ever."""
     flag = tmp_path / "flag"
-    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(name=name, flag=str(flag)))
+    (tmp_path / "sitecustomize.py").write_text(BROKEN.format(name="end", flag=str(flag)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Trainer(store) as trainer:
         trainer.start().save(1)
         first = trainer.keeper
         flag.touch()
-        sequence = trainer.seal(2) if name == "done" else trainer.record(7)
-        trainer.expect("local" if name == "done" else "failed", sequence)
+        sequence = trainer.seal(2) if what == "local" else trainer.record(7)
+        trainer.expect(what, sequence)
         assert not flag.exists()
         assert trainer.keeper != first
         assert ended(first)
         assert trainer.save(3)
-    assert Store(store).steps() == ([1, 2, 3] if name == "done" else [1, 3])
+    assert Store(store).steps() == ([1, 2, 3] if what == "local" else [1, 3])
 
 
 def test_a_torn_copy_stays_torn_for_the_next_keeper(store):

@@ -198,7 +198,7 @@ class Data:
             base=base if base and base.document == self.document else None,
         )
         self._packed: dict[int, Stored] = {}
-        self._shares: list[Future[dict[int, str]]] = []
+        self._shares: list[Future[dict[int, Stored]]] = []
         is_packed = bool(self._encoding.encoders)
         self._moving = [number for number, shape in enumerate(shapes) if not shape.still]
         others = set(range(len(shapes))) - self._links.keys()
@@ -332,15 +332,9 @@ class Data:
 
     def _stored(self) -> list["Stored"]:
         """What lies behind each digest; blocks until that is known."""
-        digests = {
-            index: digest for share in self._shares for index, digest in share.result().items()
-        }
-        raw = {
-            each.digest: Stored(each.size, digests[each.digest])
-            for each in self._image.parsed.extents
-            if each.digest in digests
-        }
-        found = raw | self._packed
+        found = dict(self._packed)
+        for share in self._shares:
+            found |= share.result()
         if kept := self._kept:
             found |= {
                 each.digest: Stored(each.size, kept.part.digests[each.digest])
@@ -432,12 +426,13 @@ class Stored(NamedTuple):
     content: str | None = None
 
 
-def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, str]:
-    """The digests of some extents, by index. Large ones without the GIL."""
+def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, Stored]:
+    """What some extents are stored as, raw, by the index of the digest. Large ones are hashed
+    without the GIL."""
     found = {}
     for each in share:
         view = image.view(each)
-        found[each.digest] = xxhash.xxh3_128_hexdigest(view)
+        found[each.digest] = Stored(each.size, xxhash.xxh3_128_hexdigest(view))
         encoding.look(each, view)
     return found
 

@@ -153,7 +153,7 @@ class Save:
         if self._is_begun and (not self._is_told or self.is_given_up):
             self._data.discard(self.name)
             if self._share and self._share.ends:
-                begin_window(self._writer, self.name, None)
+                begin_window(self._writer, None)
         error, self._error = self._error, None  # its traceback holds this object
         if isinstance(error, GivenUp):
             return error.told
@@ -167,7 +167,7 @@ class Save:
         record, self._share = said["record"], Share.of(said)
         self._manifest = self._manifest_of(job.step, said)
         self.name = CheckpointName(job.step, self._manifest.epoch)
-        begin_window(writer, self.name, self._share)
+        begin_window(writer, self._share, self.name.epoch)
         is_record = record is not None
         is_tagged = bool(said["tag"])
         link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or is_tagged)
@@ -339,21 +339,15 @@ class Save:
             log.warning("step %s is saved, but no base beside it: %s", self.name.step, error)
 
 
-def begin_window(writer: Writer, name: CheckpointName, share: Share | None) -> None:
-    """What comes next is this share. Of a window that another one follows, or none, nothing was
-    published: its files are deleted."""
-    epoch = writer.window.epoch or 0
-    for stale in writer.window.begin(share, name.epoch):
-        of = CheckpointName(stale.steps, epoch)
+def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) -> None:
+    """What comes next is this share, of that epoch. Of a window that another one follows, or none,
+    nothing was published: its files are deleted."""
+    window = writer.window
+    last = CheckpointName(max(window.steps, default=0), window.epoch or 0)
+    for stale in window.begin(share, epoch):
+        of = CheckpointName(stale.steps, last.epoch)
         own = [link for link in stale.packs if names.is_new_in(link.path, of)]
-        commit.discard_packs(writer.disk, name, own)
-
-
-def end_window(writer: Writer) -> None:
-    """Nothing more comes from this trainer: what it wrote of a checkpoint that it has not ended is
-    deleted."""
-    step = max(writer.window.steps, default=0)
-    begin_window(writer, CheckpointName(step, writer.epoch or 0), None)
+        commit.discard_packs(writer.disk, last, own)
 
 
 def apply_retention(writer: Writer) -> None:

@@ -295,8 +295,14 @@ class Session:
 
     # ---- for the team's thread -------------------------------------------------------------
 
-    def fail(self, job: Job, error: Exception) -> None:
-        """Nothing came of a job."""
+    def end(self, job: Job, outcome: Outcome | Exception) -> None:
+        """A job is committed, or nothing came of it."""
+        if isinstance(outcome, Outcome):
+            self._note_commit(job, outcome)
+        else:
+            self._fail(job, outcome)
+
+    def _fail(self, job: Job, error: Exception) -> None:
         job.arrival.wait_until_over()  # until then the trainer writes to the slot
         said = wire.failure(error)
         level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
@@ -308,8 +314,7 @@ class Session:
         state = SlotState.FREE if is_worthless else SlotState.FAILED
         self._end(job, state, {"type": "failed", "sequence": job.sequence, **said})
 
-    def done(self, job: Job, outcome: Outcome) -> None:
-        """A job is committed."""
+    def _note_commit(self, job: Job, outcome: Outcome) -> None:
         message = {
             "type": "local",
             "sequence": job.sequence,

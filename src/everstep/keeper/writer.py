@@ -87,7 +87,7 @@ class Window:
     is_log: bool = False
     """Whether the parts are records, too, which are checkpoints of their own."""
 
-    def begin(self, share: Share | None, epoch: int) -> list[Part]:
+    def begin(self, share: Share | None, epoch: int | None) -> list[Part]:
         """The next job belongs to this window, or to none. Returns the parts of another one, of
         which nothing will come any more."""
         if share and self.steps and (self.steps, self.epoch) == (share.steps[:-1], epoch):

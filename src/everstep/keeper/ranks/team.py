@@ -28,7 +28,7 @@ from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
 from everstep.keeper.live_replica import LiveReplica
-from everstep.keeper.persist import apply_retention, end_window, is_plain, persist
+from everstep.keeper.persist import apply_retention, begin_window, is_plain, persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
 from everstep.keeper.router import Router
@@ -208,7 +208,7 @@ class Team:
 
     def end_window(self) -> None:
         """Nothing more comes of a checkpoint that is spread over steps."""
-        self.put(lambda: end_window(self.writer))
+        self.put(lambda: begin_window(self.writer, None))
 
     # ---- joining ---------------------------------------------------------------------------
 
@@ -249,11 +249,8 @@ class Team:
             session = self._sessions.get(local)
             if session is None or isinstance(job, Gap):
                 continue
-            if found := was_committed(self.writer, job):
-                session.done(job, found)
-            else:
-                text = f"saving step {job.step}: {reason}. Without it there is no step"
-                session.fail(job, Unavailable(text))
+            text = f"saving step {job.step}: {reason}. Without it there is no step"
+            session.end(job, was_committed(self.writer, job) or Unavailable(text))
 
     def _end_committed(self, local: int, job: Job) -> None:
         """What a former keeper has committed need not wait for other ranks."""
@@ -263,7 +260,7 @@ class Team:
                     return
                 self._queues[local].remove(job)
             if session := self._sessions.get(local):
-                session.done(job, found)
+                session.end(job, found)
 
     # ---- its thread ------------------------------------------------------------------------
 
@@ -404,11 +401,8 @@ class Team:
         elif self._nodes and isinstance(outcome, Outcome):
             self._nodes.note_commit(outcome.name)
         for local, job in enumerate(save.jobs):
-            session = self._sessions.get(local)
-            if session and isinstance(outcome, Outcome):
-                session.done(job, outcome)
-            elif session and isinstance(outcome, Exception):
-                session.fail(job, outcome)
+            if session := self._sessions.get(local):
+                session.end(job, outcome)
         if isinstance(outcome, Outcome) and not outcome.is_part:
             self._note_commit(save, outcome)
 
