@@ -14,13 +14,14 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
 from everstep.interchange.safetensors import header_of, in_file_order
-from everstep.interchange.staged import new_folder, write_file
+from everstep.interchange.staged import new_folder
 from everstep.interchange.state_dicts import names_in, tree_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
+from everstep.sharding.leaves import bytes_of
 from everstep.tiers.tier import Tier
 
 SHARD_BYTES = 5_000_000_000
@@ -158,11 +159,13 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     index: dict[str, str] = {}
     for number, shard in enumerate(shards):
         of_shards = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-        file = f"model{of_shards}.safetensors"
+        name = f"model{of_shards}.safetensors"
         shapes = {n: (export.dtype(chosen[n]), entries[chosen[n]].spec.shape) for n in shard}
-        names = [chosen[name] for name in in_file_order(shapes)]
-        write_file(export.folder / file, header_of(shapes), export.tensors(names, total))
-        index |= dict.fromkeys(shard, file)
+        with (export.folder / name).open("xb") as file:
+            file.write(header_of(shapes))
+            for tensor in export.tensors([chosen[n] for n in in_file_order(shapes)], total):
+                file.write(bytes_of(tensor).numpy().data)
+        index |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         said: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": index}
         path = export.folder / "model.safetensors.index.json"

@@ -3,14 +3,11 @@
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from everstep.errors import Conflict, Unavailable
-from everstep.sharding.leaves import bytes_of
 
 
 @contextmanager
@@ -34,14 +31,6 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise Unavailable(f"exporting to {target}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def write_file(path: Path, first: bytes, tensors: Iterable[torch.Tensor]) -> None:
-    """A new file of these bytes, and behind them those of the tensors. Raises OSError."""
-    with path.open("xb") as file:
-        file.write(first)
-        for tensor in tensors:
-            file.write(bytes_of(tensor).numpy().data)
 
 
 def _sync(path: Path) -> None:

@@ -99,11 +99,6 @@ class Found:
         """One that lies there, row-major."""
         return cls.whole(dtype, shape, lies.blocks, memory, lies)
 
-    def in_a_row(self) -> "Found":
-        """The same elements in one dim."""
-        blocks = self.parts[0].blocks
-        return Found.whole(self.dtype, (prod(self.shape),), blocks, self.memory, self.lies)
-
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
         tensor of that shape. Raises ValueError where they are not there."""

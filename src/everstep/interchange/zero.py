@@ -59,14 +59,17 @@ class _Trained:
     dtypes: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
+    def put(self, name: str, key: str, dtype: str, parts: Sequence[Part]) -> None:
+        """Some of its elements."""
+        self.parts.setdefault(name, {}).setdefault(key, []).extend(parts)
+        if self.dtypes.setdefault(key, dtype) != dtype:
+            raise ValueError(f"{key} is of two dtypes")
+
     def add(self, name: str, row: Mapping[str, Any], start: int, at: int, count: int) -> None:
         """From a rank's rows: `count` of its elements from `start` on lie at `at`."""
         for key, value in row.items():
             if isinstance(value, Found) and len(value.shape) == 1:
-                parts = value.flat(self.shapes[name], start, at, count)
-                self.parts.setdefault(name, {}).setdefault(key, []).extend(parts)
-                if self.dtypes.setdefault(key, value.dtype) != value.dtype:
-                    raise ValueError(f"{key} is of two dtypes")
+                self.put(name, key, value.dtype, value.flat(self.shapes[name], start, at, count))
             else:
                 self.numbers.setdefault(name, {})[key] = value
 
@@ -254,7 +257,7 @@ def _add_universal(draft: Draft, tag: Path, state: Mapping[str, Any], options: O
                 value = archives.load(path)
                 value = value["param"] if isinstance(value, dict) else value
                 if isinstance(value, Found) and path.stem != "step":
-                    trained.add(name, {path.stem: value.in_a_row()}, 0, 0, prod(shape))
+                    trained.put(name, path.stem, value.dtype, value.parts)
                 else:
                     trained.numbers[name][path.stem] = value
     _set_groups(trained, shapes, said["param_groups"])

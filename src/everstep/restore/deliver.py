@@ -12,6 +12,7 @@ from everstep.format.boxes import Box
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.restore.plan import Target, blocks
 from everstep.sharding.layout import LocalBox
+from everstep.sharding.leaves import bytes_of
 
 _ITEMS = {
     1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128,
@@ -63,7 +64,8 @@ class Delivery:
         destination = array[here] if here else array
         is_much = source.nbytes >= PAGE_BYTES
         if is_much and source.flags.c_contiguous and destination.flags.c_contiguous:
-            _move(destination.ctypes.data, source.ctypes.data, source.nbytes)
+            _populate(destination.ctypes.data, source.nbytes)
+            ctypes.memmove(destination.ctypes.data, source.ctypes.data, source.nbytes)
         else:
             destination[...] = source
 
@@ -107,11 +109,6 @@ def as_items(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as numbers of the same size: torch cannot copy all dtypes, and numpy does not
     know them all."""
     return tensor.view(_ITEMS[tensor.itemsize])
-
-
-def _move(to: int, source: int, size: int) -> None:
-    _populate(to, size)
-    ctypes.memmove(to, source, size)
 
 
 def _populate(to: int, size: int) -> None:
@@ -161,16 +158,10 @@ def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
     for dim, stride in enumerate(tensor.stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             first = contiguous.narrow(dim, 0, 1)
-            if not torch.equal(_bits(first.expand_as(contiguous)), _bits(contiguous)):
+            if not torch.equal(bytes_of(first.expand_as(contiguous)), bytes_of(contiguous)):
                 raise Mismatch(
                     f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
-                    "elements share memory "
-                    f"along dim {dim}, but those in the checkpoint differ"
+                    f"elements share memory along dim {dim}, but those in the checkpoint differ"
                 )
             tensor, contiguous = tensor.narrow(dim, 0, 1), first
     tensor.copy_(contiguous)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes, so that nan equals itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

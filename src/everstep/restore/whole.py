@@ -19,7 +19,7 @@ from everstep.format.global_tensors import Version, optimizers_of
 from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Spec, chunk_count
-from everstep.format.tables import TensorEntry, owned_names
+from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
@@ -80,19 +80,12 @@ class Whole:
         said = self.manifest
         own = [each["value"] for rank in said.ranks for each in rank.values()]
         referred = set(references([said.objects, said.hyperparameters, *own]))
-        others = referred | set(self.optimizers) | set(_state_names(self.optimizers))
-        plain = {name: each for name, each in self.entries.items() if name not in others}
-        plain = {
-            name: each
-            for name, each in plain.items()
-            if not any(name.startswith(f"{optimizer}.") for optimizer in self.optimizers)
+        own_state = tuple(f"{optimizer}." for optimizer in self.optimizers)
+        known = {
+            name: each for name, each in self.entries.items() if not name.startswith(own_state)
         }
-        heads = set(map(_head, plain))
-        return {
-            name: each
-            for name, each in self.entries.items()
-            if name in plain or (name in referred and _head(name) in heads)
-        }
+        heads = {_head(name) for name in known.keys() - referred}
+        return {name: each for name, each in known.items() if _head(name) in heads}
 
     def part(self, named: str | None) -> dict[str, str]:
         """The weights of a part of the state (None: of the only one that has any), by their names
@@ -222,12 +215,6 @@ def kind_of(entry: TensorEntry) -> str:
 
 def _head(name: str) -> str:
     return name.partition(".")[0]
-
-
-def _state_names(optimizers: dict[str, Any]) -> Iterator[str]:
-    """What optimizers keep of their parameters."""
-    parameters = {name for table in optimizers.values() for name in table["groups"]}
-    return (name for name in owned_names(optimizers) if name not in parameters)
 
 
 def _entry(name: str, tensor: torch.Tensor, stored: dict[str, TensorEntry]) -> TensorEntry:
