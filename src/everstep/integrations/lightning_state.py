@@ -109,7 +109,10 @@ def _logged(trainer: Any, metrics: dict[str, Any]) -> dict[str, Any]:
     return {
         "shown": {name: getattr(trainer._logger_connector, name) for name in _SHOWN},
         "running": {key: _running(each) for key, each in results.items()},
-        "metrics": {name: _metric(each) for name, each in metrics.items()},
+        "metrics": {
+            name: {key: getattr(each, key) for key in [*each._defaults, "_update_count"]}
+            for name, each in metrics.items()
+        },
     }
 
 
@@ -120,10 +123,6 @@ def _put_logged(trainer: Any, metrics: dict[str, Any], state: dict[str, Any]) ->
         vars(metric).update(state["metrics"].get(name, {}))
     for key, running in state["running"].items():
         trainer.fit_loop.epoch_loop._results[key] = _result(trainer, running)
-
-
-def _metric(metric: Any) -> dict[str, Any]:
-    return {name: getattr(metric, name) for name in [*metric._defaults, "_update_count"]}
 
 
 def _running(running: Any) -> dict[str, Any]:

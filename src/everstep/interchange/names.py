@@ -26,7 +26,6 @@ _ADVICE = (
     "Write the names of its parameters into a file, as a JSON list in the order of its groups, and "
     "give it by --names: json.dump([names[p] for g in optimizer.param_groups for p in g['params']])"
 )
-Rule = Callable[[Sequence[str], Shapes], list[list[str]]]
 
 
 def find_names(
@@ -80,8 +79,11 @@ def _by_rules(state: Mapping[str, Any], keys: Sequence[Any], shapes: Shapes) -> 
     parameters = [name for name in shapes if not _BUFFERS.search(name)]
     counts = [len(group["params"]) for group in state["param_groups"]]
     found = []
-    for rule in _RULES:
-        groups = rule(parameters, shapes)
+    for groups in (
+        [parameters],
+        _divided(parameters, lambda name: len(shapes[name]) > 1),
+        _divided(parameters, lambda name: not _NO_DECAY.search(name)),
+    ):
         is_alike = len(groups) == 1 or [len(each) for each in groups] == counts
         if is_alike and sum(map(len, groups)) == len(keys):
             found.append([name for group in groups for name in group])
@@ -98,18 +100,5 @@ def _fits(state: Mapping[str, Any], names: Mapping[Any, str], shapes: Shapes) ->
     return all(name in shapes for name in names.values())
 
 
-def _all(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
-    return [list(names)]
-
-
-def _matrices_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
-    are_large = {name: len(shapes[name]) > 1 for name in names}
-    return [[n for n in names if are_large[n]], [n for n in names if not are_large[n]]]
-
-
-def _decaying_first(names: Sequence[str], shapes: Shapes) -> list[list[str]]:
-    decaying = [name for name in names if not _NO_DECAY.search(name)]
-    return [decaying, [name for name in names if _NO_DECAY.search(name)]]
-
-
-_RULES: tuple[Rule, ...] = (_all, _matrices_first, _decaying_first)
+def _divided(names: Sequence[str], is_first: Callable[[str], bool]) -> list[list[str]]:
+    return [[n for n in names if is_first(n)], [n for n in names if not is_first(n)]]

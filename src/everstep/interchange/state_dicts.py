@@ -65,8 +65,11 @@ def _optimizer(
     if "state_dict" in stored:
         raise Unsupported(f"{name!r}: its class says itself what its state is")
     plain, sets = stored.get("state", {}), whole.manifest.hyperparameters.get(name, [])
-    called = {each: _bare(whole, each) for each in table["groups"]}
-    keys = called if by_name else {each: i for i, each in enumerate(_in_order(table))}
+    numbers = table["groups"]
+    # Names as they are in their model; or as torch counts them, group by group.
+    called = {each: each.partition(".")[2] if each in whole.weights else each for each in numbers}
+    in_order = sorted(numbers, key=numbers.__getitem__)
+    keys = called if by_name else {each: i for i, each in enumerate(in_order)}
     state: dict[Any, dict[str, Any]] = {}
     for each, key in keys.items():
         own: dict[str, Any] = {
@@ -77,21 +80,11 @@ def _optimizer(
             state[key] = own
     groups = []
     for index, values in enumerate(sets):
-        members = [each for each, group in table["groups"].items() if group == index]
+        members = [each for each, group in numbers.items() if group == index]
         named = {} if by_name else {"param_names": [called[each] for each in members]}
         group = _decoded(whole, stand_in, values) | named
         groups.append(group | {"params": [keys[each] for each in members]})
     return {"state": state, "param_groups": groups}
-
-
-def _in_order(table: Any) -> list[str]:
-    """By group, as torch counts them."""
-    return sorted(table["groups"], key=table["groups"].__getitem__)
-
-
-def _bare(whole: Whole, name: str) -> str:
-    """A parameter's name in its model."""
-    return name.partition(".")[2] if name in whole.weights else name
 
 
 def _decoded(whole: Whole, stand_in: StandsIn, value: Any) -> Any:
