@@ -107,7 +107,7 @@ class Index:
         tensors = {entry.spec.name: entry for entry in entries}
         for name, entry in tensors.items():
             if not all(_fits(run, len(entry.spec.shape), parts) for run in runs[name]):
-                raise ValueError(f"tensor {name!r} is said to lie where nothing is")
+                raise ValueError(f"tensor {name!r} lies, says the index, where nothing is")
         return cls(tensors, value["optimizers"], runs)
 
     def parts_of(self, wanted: Mapping[str, Iterable[Box]]) -> list[int]:

@@ -356,27 +356,17 @@ def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     parts = tuple(map(part_from_json, value["parts"]))
     try:
         records = tuple(_record_from_json(record, parts) for record in value["records"])
+        index = Index.from_json(value["index"], len(parts)) if "index" in value else None
     except (IndexError, ValueError) as error:
-        raise malformed(path, f".records: {error}") from error
+        raise malformed(path, f": {error}") from error
+    if index and records:
+        raise malformed(path, ".index is there beside records")
     known = {field.name: value[field.name] for field in fields(Manifest) if field.name in value}
     known["previous"] = _previous(value.get("previous"))
     known["ranks"] = tuple(value.get("ranks", ()))
     found = value.get("streams", {})
     known["streams"] = {name: Stream.from_json(each) for name, each in found.items()}
-    known["index"] = _index_from_json(value, path)
-    return Manifest(**{**known, "parts": parts, "records": records})
-
-
-def _index_from_json(value: Mapping[str, Any], path: object) -> Index | None:
-    """Raises Corrupt, also where it would tell of something else than a whole state's parts."""
-    if "index" not in value:
-        return None
-    if value["records"]:
-        raise malformed(path, ".index is there beside records")
-    try:
-        return Index.from_json(value["index"], len(value["parts"]))
-    except ValueError as error:
-        raise malformed(path, f".index: {error}") from error
+    return Manifest(**{**known, "parts": parts, "records": records, "index": index})
 
 
 def _previous(value: Mapping[str, Any] | None) -> Previous | None:
@@ -451,9 +441,9 @@ def _record_from_json(value: Mapping[str, Any], parts: Sequence[Part]) -> Record
     if "parts" in value:
         own = tuple(map(part_from_json, value["parts"]))
         if not own or parts:
-            raise ValueError("one has parts of its own, and none or others beside them")
+            raise ValueError("a record has parts of its own, and none or others beside them")
     elif "part" not in value or natural(value["part"]) != bool(parts):
-        raise ValueError("one has no part")
+        raise ValueError("a record has no part")
     else:
         own = (parts[value["part"]] if parts else part_from_json(value["part"]),)
     return Record(value["step"], tuple(value["calls"]), own, value.get("derived", {}))

@@ -141,7 +141,10 @@ class Whole:
     def _filled(self, batch: Sequence[tuple[str, Box]]) -> list[tuple[str, LocalBox]]:
         if self._replayed is not None:
             return [(name, self._view(name, box)) for name, box in batch]
-        made = [(name, LocalBox(box, self._empty(name, box))) for name, box in batch]
+        made = []
+        for name, box in batch:
+            spec = replace(self.entries[name].spec, shape=box.lengths)
+            made.append((name, LocalBox(box, empty(TensorEntry(spec, ())))))
         places = gathered((self.entries[name], place) for name, place in made)
         fill(self._candidate, self._versions, places, self._loader)
         return made
@@ -158,10 +161,6 @@ class Whole:
     def size(self, name: str, box: Box) -> int:
         """Bytes of a box of that tensor."""
         return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
-
-    def _empty(self, name: str, box: Box) -> torch.Tensor:
-        entry = self.entries[name]
-        return empty(replace(entry, spec=replace(entry.spec, shape=box.lengths), strides=None))
 
     @property
     def sharable(self) -> Version:
