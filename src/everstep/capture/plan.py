@@ -1,6 +1,5 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,37 +48,30 @@ class Still:
     """
 
     def __init__(self) -> None:
-        self._still: set[str] = set()
-        self._noisy: set[str] = set()
-        """What was taken for still, and was not: it is not tried again."""
-        self._heard: deque[tuple[bool, list[str]]] = deque()
-        self._last: tuple[ref[Walk], frozenset[str]] | None = None
+        self._told: dict[str, bool] = {}
+        """What was taken for still, and was not, is not tried again."""
+        self._news = 0
+        self._last: tuple[ref[Walk], int, frozenset[str]] | None = None
 
     def hear(self, names: list[str], *, are_still: bool) -> None:
         """The keeper has compared these entries with those of the state before. Any thread."""
-        self._heard.append((are_still, names))
+        for name in names:
+            self._told[name] = are_still and self._told.get(name, True)
+        self._news += 1
 
     def look(self, walk: Walk) -> frozenset[str]:
         """Return which of these leaves are still, by their entries."""
-        if self._last and self._last[0]() is walk and not self._is_news():
-            return self._last[1]
+        news = self._news
+        if self._last and self._last[0]() is walk and self._last[1] == news:
+            return self._last[2]
         sizes = {leaf.entry: leaf.tensor.nbytes for leaf in walk.leaves if self._is_still(leaf)}
         found = frozenset(sizes if sum(sizes.values()) >= STILL_BYTES_MIN else ())
-        self._last = ref(walk), found
+        self._last = ref(walk), news, found
         return found
-
-    def _is_news(self) -> bool:
-        """Whether anything was heard that was not known."""
-        known = len(self._still) + len(self._noisy)
-        while self._heard:
-            are_still, names = self._heard.popleft()
-            (self._still if are_still else self._noisy).update(names)
-        return known < len(self._still) + len(self._noisy)
 
     def _is_still(self, leaf: Leaf) -> bool:
         is_frozen = leaf.owner is None and isinstance(leaf.tensor, Parameter)
-        is_still = (is_frozen and not leaf.tensor.requires_grad) or leaf.entry in self._still
-        return is_still and leaf.entry not in self._noisy
+        return self._told.get(leaf.entry, is_frozen and not leaf.tensor.requires_grad)
 
 
 class Planner:
