@@ -24,7 +24,6 @@ from everstep.redo.allowed import why_coupled, why_not_allowed
 from everstep.redo.derived import Derived
 from everstep.redo.recorder import Recorder
 from everstep.sharding.world import group_size
-from everstep.state.optimizers import OptimizerState
 from everstep.state.view import State
 
 log = logging.getLogger("everstep")
@@ -76,7 +75,8 @@ class Choice:
 
     def settle(self) -> None:
         """Choose for the whole run, where "auto" is to, and it can be told by now."""
-        if not self._is_open or not all(map(_has_updated, self._state.optimizers)):
+        have_moments = (each.has_stepped or each.state for each in self._state.optimizers)
+        if not self._is_open or not all(have_moments):
             return
         self._is_open = False
         is_log, reason = weigh(*_sizes(self._state), self._every)
@@ -164,8 +164,3 @@ def _sizes(state: State) -> tuple[int, int]:
     for module in state.modules.values():
         tensors |= {id(each): each for each in (*module.parameters(), *module.buffers())}
     return sum(each.numel() * each.element_size() for each in tensors.values()), record
-
-
-def _has_updated(optimizer: OptimizerState) -> bool:
-    """Whether its moments exist."""
-    return optimizer.has_stepped or bool(optimizer.state)

@@ -99,15 +99,14 @@ class Saves:
     def wait(self, level: str, timeout: float | None) -> None:
         """See Checkpointer.wait."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        for capture in list(self._begun.values()):
+        begun = [capture.handle for capture in list(self._begun.values())]
+        rows = [(handle, level if level in LEVELS else None) for handle in begun]
+        spreading = list(self._spreading.values())
+        rows += [(handle, level) for handle in spreading if level in handle.further]
+        for handle, awaited in rows:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             with contextlib.suppress(EverstepError):
-                capture.handle.wait(level if level in LEVELS else None, left)
-        for handle in list(self._spreading.values()):
-            if level in handle.further:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                with contextlib.suppress(EverstepError):
-                    handle.wait(level, left)
+                handle.wait(awaited, left)
         newest = self.newest
         if newest and newest.error and not isinstance(newest.error, Skipped):
             raise newest.error

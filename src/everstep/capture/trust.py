@@ -65,7 +65,8 @@ class Trust:
             if call < self._join:
                 return
             is_next = self._is_alone or call > self._join + 1
-            self._join = call + 1 if is_next else _join_after(call)
+            far = -(-(call + HEARD_WITHIN) // JOIN_EVERY) * JOIN_EVERY
+            self._join = call + 1 if is_next else far
             if isinstance(error, Unsupported if self._is_alone else Mismatch):
                 self._reason = str(error) if self._is_alone else self._reason
                 self._count(call)
@@ -89,7 +90,3 @@ class Trust:
         self._surprises.append(call)
         if len(self._surprises) == SURPRISES_MAX:
             self.lost = f"{SURPRISES_MAX} surprises, the last of them: {self._reason}"
-
-
-def _join_after(call: int) -> int:
-    return -(-(call + HEARD_WITHIN) // JOIN_EVERY) * JOIN_EVERY

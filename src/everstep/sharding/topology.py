@@ -93,7 +93,9 @@ def layout_differences(
         {
             f"other ranks or boxes, which {call['class']} depends on"
             for call in calls
-            if not (goes_by_elements(str(call["class"])) and (is_same or not _is_fused(call)))
+            # In vectors the last elements of a tensor may come to other bits than the rest.
+            if not goes_by_elements(str(call["class"]))
+            or (not is_same and any(values.get("fused") for values in call["sets"]))
         }
     )
 
@@ -102,11 +104,6 @@ def goes_by_elements(kind: str) -> bool:
     """Whether an optimizer of this class comes to the same bits however tensors are cut."""
     module, _, name = kind.rpartition(".")
     return module.startswith("torch.optim.") and name in _ELEMENTWISE
-
-
-def _is_fused(call: Mapping[str, Any]) -> bool:
-    """In vectors: then the last elements of a tensor may come to other bits than the rest."""
-    return any(values.get("fused") for values in call["sets"])
 
 
 @contextlib.contextmanager

@@ -418,7 +418,7 @@ def _destination(
         and tuple(live.shape) == entry.spec.shape
         and str(live.dtype) == f"torch.{entry.spec.dtype}"
         and live.device == device
-        and (like is not None or _strides_of(live) == entry.strides)
+        and (like is not None or Leaf(name, live).strides == entry.strides)
     )
     if not fits:
         return placement.new(name, device, like=like)
@@ -459,11 +459,6 @@ class StateByParameter:
     def _places(self) -> dict[str, torch.Tensor]:
         groups = enumerate(self._optimizer.param_groups)
         return {f"{at}.{i}": p for at, group in groups for i, p in enumerate(group["params"])}
-
-
-def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """None: row-major."""
-    return None if tensor.is_contiguous() else tensor.stride()
 
 
 def _lay_alike(saved: Saved, name: str, parameter: str) -> bool:

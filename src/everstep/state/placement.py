@@ -282,7 +282,12 @@ class Placement:
 
     def check(self, step: int, where: object) -> None:
         """Raises Mismatch with everything that does not fit."""
-        self._report_absent()
+        for name, tensor in self._absent:
+            # Else it has another name there: it may have been saved where these were not one
+            # tensor (the last stage's head, tied to the embedding).
+            if id(tensor) not in self._sources:
+                self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+        self._absent = []
         if self.problems:
             listed = "\n  ".join(self.problems[:100])
             count = "1 place" if len(self.problems) == 1 else f"{len(self.problems)} places"
@@ -298,14 +303,6 @@ class Placement:
         """Run the actions, in the order in which they came."""
         for action in (*self._actions, *self._last_actions):
             action()
-
-    def _report_absent(self) -> None:
-        """What the checkpoint does not have, but for other names of what it does: it may have been
-        saved where these were not one tensor (the last stage's head, tied to the embedding)."""
-        for name, tensor in self._absent:
-            if id(tensor) not in self._sources:
-                self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
-        self._absent = []
 
     def _is_alike(
         self, entry: TensorEntry, name: str, shape: tuple[int, ...], dtype: torch.dtype
