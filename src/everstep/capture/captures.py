@@ -109,11 +109,11 @@ class Captures:
         for hook in self._hooks:
             hook.put_in_order()
         self._copier.settle()
-        for torn in self._copier.take_torn():
-            self._state.suspect(name for name in torn.names if not is_own(name))
-            self._recorder.distrust([name for name in torn.names if is_own(name)])
+        for handle, names, problem in self._copier.take_torn():
+            self._state.suspect(name for name in names if not is_own(name))
+            self._recorder.distrust([name for name in names if is_own(name)])
             if self._state.world.is_alone:  # else all hear of it from their keepers
-                self._saves.fail(torn.handle, Unsupported(torn.problem))
+                self._saves.fail(handle, Unsupported(problem))
         collected = self._state.collect()
         self._metrics.user_seconds = self._state.user_seconds
         return collected

@@ -54,6 +54,7 @@ class Choice:
             ranks,
             Bases(by_replica=of_log.replica, is_alone=state.world.is_alone),
             state.in_bases_alone,
+            why_not_allowed(state.optimizers, state.modules) or why_coupled(state.optimizers),
         )
         self._is_open, self._is_lost = how is None, False
         self.reason: str | None = None
@@ -115,16 +116,13 @@ class Choice:
                 "strategy='spread' and ranks on several nodes: that is for ranks of one node. Use "
                 "strategy='full' or 'auto'"
             )
-        why_whole = why_not_allowed(self._state.optimizers, self._state.modules)
-        why_whole = why_whole or why_coupled(self._state.optimizers)
-        if how and why_whole:
+        if how and self.run.coupling:
             log.warning(
                 "strategy='spread' copies each state at one step here, and not piece by piece over "
                 "a window: %s",
-                why_whole,
+                self.run.coupling,
             )
-        window = how.window if how else None
-        return Spread(self.run, self._every, window, why_whole)
+        return Spread(self.run, self._every, how.window if how else None)
 
     def _check_replica(self) -> None:
         """Raises Unsupported, on all ranks."""

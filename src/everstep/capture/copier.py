@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -56,12 +56,8 @@ _Bound = dict[int | None, tuple[Batch, Fingerprint | None]]
 """By owner: how its leaves are copied, and watched."""
 
 
-class Torn(NamedTuple):
-    """A save of which something was written to while it was copied, and what the user is told."""
-
-    handle: SaveHandle
-    names: list[str]
-    problem: str
+Torn = tuple[SaveHandle, list[str], str]
+"""A save, what of it was written to while it was copied, and what the user is told."""
 
 
 @dataclass(slots=True)
@@ -185,7 +181,7 @@ class Capture:
             changed = [name for each in fingerprints for name in each.changed()]
             if changed and not owned.checked and not self.problem:
                 self.problem = describe(self.step, changed)
-                self.torn.put(Torn(self.handle, changed, self.problem))
+                self.torn.put((self.handle, changed, self.problem))
             if changed or is_sure:
                 owned.is_torn |= bool(changed)
                 owned.checked = True

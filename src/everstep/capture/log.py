@@ -28,9 +28,8 @@ from everstep.capture.strategy import (
     without,
 )
 from everstep.capture.unowned import Unowned
-from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base, why_undivided
+from everstep.capture.window import Window, equal_groups, pieces_of, steps_of_base
 from everstep.handle import SaveHandle
-from everstep.redo.allowed import why_coupled
 from everstep.redo.derived import Derived
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
@@ -54,7 +53,6 @@ class Log:
         self._run = run
         self._base_every = base_every
         self._derived = derived
-        self._is_whole_only = why_coupled(run.optimizers) is not None
         self._chain: Chain | None = None
         """What records go on from; None: the next is a base."""
         self._base_bytes = 0
@@ -161,10 +159,9 @@ class Log:
             self._next = NextBase(*told)
 
     def _window_steps(self, walk: Walk) -> int:
-        optimizers, ranks = self._run.optimizers, self._run.ranks
-        if self._is_whole_only or why_undivided(optimizers) or ranks.why_whole():
+        if self._run.why_undivided():
             return 1
-        pieces = pieces_of(optimizers, walk)
+        pieces = pieces_of(self._run.optimizers, walk)
         return steps_of_base(pieces, self._run.figures(walk, pieces), EVERY_MIN)
 
     def _is_base_due(self, step: int) -> bool:

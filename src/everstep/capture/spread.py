@@ -34,7 +34,6 @@ from everstep.capture.window import (
     equal_groups,
     pieces_of,
     schedule,
-    why_undivided,
 )
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
@@ -55,11 +54,11 @@ class Spread:
     ) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
         by what was measured, of several ranks by the first, up to two windows before. `why_whole`:
-        why windows have one step in this run."""
+        why windows have one step from now on."""
         self._run = run
         self._every = every
         self._fixed = window
-        self._own_reason = why_whole
+        self._why_whole = why_whole
         self._window: Window | None = None
         self._chain: Chain | None = None
         """What the window's records go on from."""
@@ -67,9 +66,7 @@ class Spread:
         """The last checkpoint that had a window."""
         self._walk: Walk | None = None
         self._pieces: list[Piece] = []
-        """Of that walk, ..."""
-        self._undivided: str | None = None
-        """... and why it has none now."""
+        """Of that walk."""
         self._groups: list[list[Piece]] = []
         """By the steps of ..."""
         self._chosen_for: int | None = None
@@ -97,7 +94,6 @@ class Spread:
         if self._walk is not collected.walk:
             self._walk = collected.walk
             self._pieces = pieces_of(self._run.optimizers, collected.walk)
-            self._undivided = why_undivided(self._run.optimizers)
             self._chosen_for = None
         if is_due and self._fixed is None and self._every > 1:
             number = step // self._every + _AHEAD
@@ -133,7 +129,7 @@ class Spread:
         """See Strategy."""
         size = self._size()
         chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
-        if why := self._why_whole():
+        if self._fixed != 1 and (why := self._why_undivided()):
             chosen["reason"] = why
         return {**chosen, **self._run.pace.describe()}
 
@@ -142,12 +138,12 @@ class Spread:
         self._due = -(-step // self._every) * self._every
         return self._due
 
-    def _why_whole(self) -> str | None:
-        return self._own_reason or self._undivided or self._run.ranks.why_whole()
+    def _why_undivided(self) -> str | None:
+        return self._why_whole or self._run.why_undivided()
 
     def _size(self) -> int:
         """Steps of the next window, which is chosen once."""
-        if self._every == 1 or self._walk is None or self._why_whole():
+        if 1 in (self._every, self._fixed) or self._walk is None or self._why_undivided():
             return 1
         if self._fixed is not None:
             return min(self._fixed, self._every)

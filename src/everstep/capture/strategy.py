@@ -16,7 +16,7 @@ import torch
 from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.trust import Trust
-from everstep.capture.window import Figures, Piece
+from everstep.capture.window import Figures, Piece, why_undivided
 from everstep.errors import Unsupported
 from everstep.format.tables import is_own
 from everstep.handle import SaveHandle
@@ -156,6 +156,13 @@ class Run:
     bases: Bases
     in_bases_alone: Sequence[str] = ()
     """Parts whose tensors records may do without."""
+    coupling: str | None = None
+    """Why no optimizer's pieces can be told apart."""
+
+    def why_undivided(self) -> str | None:
+        """Why a state is copied at one step now, and not over a window. Of several ranks the same
+        on all of them, once the state was collected."""
+        return self.coupling or why_undivided(self.optimizers) or self.ranks.why_whole()
 
     def figures(self, walk: Walk, pieces: list[Piece]) -> Figures:
         """By which a window of these pieces is chosen, as this process has measured them."""

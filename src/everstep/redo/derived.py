@@ -9,7 +9,7 @@ it makes. Its tensors are in bases only. A record has digests of them as of what
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -124,9 +124,8 @@ class Derived:
         if not self.parts:
             return None
         sharded = [leaf for leaf in collected.walk.sharded if self._part_of(leaf.name)]
-        depth: Literal["sample", "all"] = "all" if self._is_full else "sample"
         self._fingerprint = Fingerprint(
-            (*self.leaves(collected), *sharded), turn, depth=depth, follows=True
+            (*self.leaves(collected), *sharded), turn, is_full=self._is_full, follows=True
         )
         self._pointers = self._pointers_now()
         problem, self._problem = self._problem, None

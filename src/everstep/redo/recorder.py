@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -160,11 +160,11 @@ class Recorder:
         self._has_shared = len(set(map(id, parameters))) < len(parameters)
         for optimizer in self._optimizers:
             self._fingerprints[optimizer.index] = Fingerprint(
-                optimizer.tensors(), self._turn, depth=self._depth, follows=True
+                optimizer.tensors(), self._turn, is_full=self._is_full, follows=True
             )
             if not self._is_full:
                 leaves = (Leaf(name, parameter) for _, name, parameter, _ in optimizer.parameters())
-                self._at_base[optimizer.index] = Fingerprint(leaves, depth="all")
+                self._at_base[optimizer.index] = Fingerprint(leaves, is_full=True)
 
     def roll(self, step_s: float) -> None:
         """Digest the optimizers' tensors of now from now on, so much at a time that it goes unseen
@@ -254,7 +254,7 @@ class Recorder:
         for other in self._optimizers if self._has_shared else (optimizer,):
             self._turn += 1
             if known := self._fingerprints.get(other.index):
-                self._fingerprints[other.index] = known.again(self._turn, self._depth)
+                self._fingerprints[other.index] = known.again(self._turn)
 
     def take(self) -> Taken:
         """What came since the last `take`, which is forgotten here. Raises Unsupported where it is
@@ -295,10 +295,6 @@ class Recorder:
             parameters = {name: id(parameter) for _, name, parameter, _ in optimizer.parameters()}
             if not wanted.isdisjoint(parameters):
                 self._copied.update(parameters.values())
-
-    @property
-    def _depth(self) -> Literal["sample", "all"]:
-        return "all" if self._is_full else "sample"
 
     def _close(self, call: Call) -> None:
         """What the update did beside updating."""

@@ -14,7 +14,6 @@ import ctypes
 import threading
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
-from typing import Literal
 
 import torch
 import xxhash
@@ -40,12 +39,12 @@ class Fingerprint:
         leaves: Iterable[Leaf],
         turn: int = 0,
         *,
-        depth: Literal["sample", "all"] = "sample",
+        is_full: bool = False,
         follows: bool = False,
     ) -> None:
-        """`turn`: other numbers sample other bytes. `depth`: of the bytes of dense CPU tensors, a
-        sample or all. `follows`: other memory in the place of a tensor's is a change; else it is
-        the memory of now that is looked at. That is kept alive."""
+        """`turn`: other numbers sample other bytes. `is_full`: look at all bytes of dense CPU
+        tensors, and not at a sample. `follows`: other memory in the place of a tensor's is a
+        change; else it is the memory of now that is looked at. That is kept alive."""
         found = list(leaves)
         # Detached: they share the counter, and keep the memory, whatever `.data` becomes.
         held = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in found]
@@ -59,13 +58,13 @@ class Fingerprint:
         self._is_sharded = any(is_dtensor(leaf.tensor) for leaf in self._live)
         self._addresses = self._addresses_now()
         self._read(turn)
-        self._hash_all(depth)
+        self._hash_all(is_full=is_full)
 
-    def again(self, turn: int, depth: Literal["sample", "all"] = "sample") -> "Fingerprint":
-        """One of the same tensors, in the same memory, as they are now."""
+    def again(self, turn: int) -> "Fingerprint":
+        """One of the same tensors, in the same memory, as they are now; as full."""
         other = copy.copy(self)
         other._read(turn)
-        other._hash_all(depth)
+        other._hash_all(is_full=self._hashing is not None)
         return other
 
     def in_place(self) -> "Fingerprint":
@@ -110,10 +109,10 @@ class Fingerprint:
         tensors = map(_tensor, self._live)
         return list(map(_pointer, map(local_of, tensors) if self._is_sharded else tensors))
 
-    def _hash_all(self, depth: str) -> None:
+    def _hash_all(self, *, is_full: bool) -> None:
         self._digests: list[bytes] = []
         self._hashing: threading.Thread | None = None
-        if depth == "all":
+        if is_full:
             self._hashing = threading.Thread(target=self._hash, name="everstep-hash", daemon=True)
             self._hashing.start()
 
