@@ -16,8 +16,10 @@ def merge_descriptions(
     hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
     objects, ranks = objects_of(each)
     record, share = each[0].get("record"), each[0].get("share")
-    if record and record.get("derived"):
-        record = {**record, "derived": _derived_of([said["record"] for said in each])}
+    if record and any(said["record"].get("derived") != record.get("derived") for said in each):
+        raise Mismatch(
+            "saving: the ranks derive different parts (derive=). Give all the same rules"
+        )
     if share and share["calls"] is not None:
         share = {**share, "calls": calls}
     return {
@@ -126,19 +128,6 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
             "surprised one of them: its log says"
         )
     return [own or [] for own in calls]
-
-
-def _derived_of(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What is derived, with the digest of each rank's part of it. Raises Mismatch."""
-    kinds = [{p: said["rule"] for p, said in each["derived"].items()} for each in records]
-    if any(kind != kinds[0] for kind in kinds):
-        raise Mismatch(
-            "saving: the ranks derive different parts (derive=). Give all the same rules"
-        )
-    return {
-        part: {**said, "digest": None, "digests": [e["derived"][part]["digest"] for e in records]}
-        for part, said in records[0]["derived"].items()
-    }
 
 
 def _calls_of(said: Mapping[str, Any]) -> list[Any] | None:
