@@ -119,19 +119,16 @@ class Keeper:
             self._tidy()
             self._lend_early()
             self._tell_progress()
-            self._show_presence()
+            is_needed = self._is_needed
+            self._presence.show(is_needed)
+            if self._copies:
+                self._copies[1].show(is_needed)
             self._look_after_home()
         if self._copies:
             self._copies[1].close(_LEAVE_S)
         if self._live:
             self._live.close()
         self._presence.end(_LEAVE_S)
-
-    def _show_presence(self) -> None:
-        is_needed = self._is_needed
-        self._presence.show(is_needed)
-        if self._copies:
-            self._copies[1].show(is_needed)
 
     @property
     def _is_needed(self) -> bool:
@@ -262,15 +259,11 @@ class Keeper:
                 return session.team
         if hello.get("partners"):
             self._meet(place, hello["partners"])
-        copies, live = self._copies_of(place, hello), self._live_for(place, hello)
+        has_replica = hello.get("replica") and place.commits and not place.own_store
+        if has_replica and self._live is None:  # else the same, for one run of it after another
+            self._live = LiveReplica(self._disk, self._wake)
+        live, copies = self._live if has_replica else None, self._copies_of(place, hello)
         return Team(self._disk, place, hello, self._wake, copies, live)
-
-    def _live_for(self, place: wire.Place, hello: wire.Message) -> LiveReplica | None:
-        """The replica, where this run has one: the same for one run of it after another."""
-        if not hello.get("replica") or not place.commits or place.own_store:
-            return None
-        self._live = self._live or LiveReplica(self._disk, self._wake)
-        return self._live
 
     def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[RemoteCopies]:
         """To the tiers around the store, by the node that commits, while others watch; of one

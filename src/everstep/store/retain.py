@@ -211,12 +211,8 @@ def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
             disk.delete(names.state_path(name))
         cache.pop(names.manifest_path(name), None)
         cache.pop(names.state_path(name), None)
-    return _delete_packs(disk, files - needed)
-
-
-def _delete_packs(disk: Tier, files: Collection[str]) -> int:
     freed = 0
-    for path in sorted(files):
+    for path in sorted(files - needed):
         if not path.startswith(names.TABLES):
             freed += disk.size(path) or 0
             disk.delete(path)
