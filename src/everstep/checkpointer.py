@@ -128,7 +128,7 @@ class Checkpointer:
         self._derived = Derived(derive or {}, self._state, is_full=how.verify == "full")
         self._disk = tier_at(store)
         tiers = tiers or Tiers()
-        around = tiers.around(self._disk)
+        remote = tiers.remote_of(self._disk)
         if tiers.spill is not None:
             check_directory(name_of(tiers.spill))
         alike = {"state": self._state.parts, "every": every, "strategy": repr(options.strategy)}
@@ -143,7 +143,7 @@ class Checkpointer:
                 f"replica needs one directory. Leave replica= out"
             )
         check_room(self._state)
-        run = open_stores(self._world, place, self._disk, around)
+        run = open_stores(self._world, place, self._disk, remote)
         remote_every = tiers.remote_every if tiers.remote else None
         replicates = tiers.peers > 0 and place.nodes > 1
         if tiers.peers and not replicates:
@@ -161,7 +161,7 @@ class Checkpointer:
             serve=new_address() if has_partners else None,
         )
         self._partners = self._meet(run, replicates) if has_partners else []
-        others = [*self._partners, *around]
+        others = [*self._partners, *([remote] if remote else [])]
         all_tiers = Union([self._disk, *others]) if others else self._disk
         self._captures = Captures(
             self._state, choice, options, self._disk, self._client, self._saves, self.metrics

@@ -184,15 +184,15 @@ class Tiers:
         if self.route != "local" and self.remote is None:
             raise ValueError(f"route={self.route!r} needs remote=, the tier to route to")
 
-    def around(self, store: Tier) -> list[Tier]:
-        """The tiers beside the store, nearest first. Raises ValueError where they are none."""
+    def remote_of(self, store: Tier) -> Tier | None:
+        """The remote tier of a store, where there is one. Raises ValueError where it is none."""
         if self.remote is None:
-            return []
+            return None
         if isinstance(store.root, Url):
             raise ValueError(f"remote={str(self.remote)!r}: the store is a bucket already")
         if name_of(self.remote) == name_of(store.root):
             raise ValueError(f"remote={str(self.remote)!r} is the store itself")
-        return [tier_at(self.remote, patience_s=_PATIENCE_S)]
+        return tier_at(self.remote, patience_s=_PATIENCE_S)
 
     def to_json(self) -> dict[str, Any]:
         """As it goes to the keeper."""

@@ -202,7 +202,7 @@ class Claiming(Disk):
         found = super().list(directory)
         if directory == names.EPOCHS and self.around:
             around, self.around = self.around, None
-            commit.claim_epoch(self, 2, 14, around=[around])
+            commit.claim_epoch(self, 2, 14, remote=around)
         return found
 
 

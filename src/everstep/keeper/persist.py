@@ -355,7 +355,7 @@ def apply_retention(writer: Writer) -> None:
     if writer.keep is None:
         return
     try:
-        waiting = frozenset(name for copies in writer.copies for name in copies.pinned)
+        waiting = writer.remote.pinned if writer.remote else frozenset[CheckpointName]()
         retain.apply(writer.disk, writer.keep, writer.cache, waiting)
     except Exception:  # the next commit tries again
         log.exception("retention in %s", writer.disk.root)

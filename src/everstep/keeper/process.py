@@ -222,8 +222,8 @@ class Keeper:
         address = self._service and self._service.address
         session.tell({"type": "attached", "id": -1, "pid": os.getpid(), "address": address})
         session.is_greeted = True
-        for copies in session.team.writer.copies:
-            for message in list(copies.told):
+        if remote := session.team.writer.remote:
+            for message in list(remote.told):
                 session.tell(message)
 
     def _status(self) -> wire.Message:
@@ -262,17 +262,16 @@ class Keeper:
         has_replica = hello.get("replica") and place.commits and not place.own_store
         if has_replica and self._live is None:  # else the same, for one run of it after another
             self._live = LiveReplica(self._disk, self._wake)
-        live, copies = self._live if has_replica else None, self._copies_of(place, hello)
-        return Team(self._disk, place, hello, self._wake, copies, live)
+        live, remote = self._live if has_replica else None, self._copies_for(place, hello)
+        return Team(self._disk, place, hello, self._wake, remote, live)
 
-    def _copies_of(self, place: wire.Place, hello: wire.Message) -> list[RemoteCopies]:
-        """To the tiers around the store, by the node that commits, while others watch; of one
-        trainer after another that asks for the same, the same. Raises ValueError, KeyError or
-        TypeError."""
+    def _copies_for(self, place: wire.Place, hello: wire.Message) -> RemoteCopies | None:
+        """To the remote tier, by the node that commits, while others watch; of one trainer after
+        another that asks for the same, the same. Raises ValueError, KeyError or TypeError."""
         asked = hello.get("tiers") or {}
         remote = asked.get("remote")
         if remote is None:
-            return []
+            return None
         every, keep = wire.number(asked["remote_every"]), hello["keep"]
         key = str(remote), every, keep, place.commits
         if self._copies and self._copies[0] != key:
@@ -283,7 +282,7 @@ class Keeper:
             own = retain.Keep(**keep) if keep else None
             made = RemoteCopies(self._disk, tier, every, own, self._tell_all, not place.commits)
             self._copies = key, made
-        return [self._copies[1]]
+        return self._copies[1]
 
     def _tell_all(self, message: wire.Message) -> None:
         """Any thread."""

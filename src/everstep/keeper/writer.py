@@ -3,7 +3,7 @@
 A spread checkpoint is written step by step, and committed by the last of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -137,8 +137,8 @@ class Writer:
     base: Base | None = None
     """The last state, if it was committed here."""
     window: Window = field(default_factory=Window)
-    copies: Sequence[RemoteCopies] = ()
-    """To the tiers around the store."""
+    remote: RemoteCopies | None = None
+    """What goes on from the store to the remote tier."""
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, "everstep-digest")
     )
@@ -152,10 +152,10 @@ class Writer:
     def link_bytes_per_s(self, step: int, *, goes_everywhere: bool) -> float | None:
         """The slowest tier that a step goes to, as far as that was measured; None where the store
         was not yet. `goes_everywhere`: it is tagged, or a record, which the next due step needs."""
-        own = self.speed.bytes_per_s
-        due = self.copies if goes_everywhere else self._due(step)
-        known = [copies.speed.bytes_per_s or own for copies in due]
-        return None if own is None else min([own, *filter(None, known)])
+        own, remote = self.speed.bytes_per_s, self.remote
+        is_due = remote and (goes_everywhere or remote.takes(step))
+        there = remote.speed.bytes_per_s if remote and is_due else None
+        return min(own, there) if own and there else own
 
     def base_for(self, step: int, *, is_tagged: bool) -> Base | None:
         """What a step may have differences to: the last checkpoint, where it is in each tier that
@@ -166,9 +166,7 @@ class Writer:
             return None
         name = CheckpointName(base.name.step, base.name.epoch)
         stays = is_tagged or (every > 0 and step % every == 0)
-        is_everywhere = all(copies.takes(name.step) for copies in self._due(step))
+        remote = self.remote
+        is_everywhere = not remote or remote.takes(name.step) or not remote.takes(step)
         is_last = self.parent == name and self.disk.size(manifest_path(name)) is not None
         return base if is_everywhere and is_last and not stays else None
-
-    def _due(self, step: int) -> list[RemoteCopies]:
-        return [copies for copies in self.copies if copies.takes(step)]

@@ -9,7 +9,6 @@ that come, so that they find what it holds.
 import contextlib
 import os
 import socket
-from collections.abc import Sequence
 
 from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.document import unseal
@@ -32,11 +31,11 @@ def new_address() -> Address:
     return Address.new(os.environ.get("EVERSTEP_ADDRESS") or _routed() or "127.0.0.1")
 
 
-def open_stores(world: World, place: Place, disk: Tier, around: Sequence[Tier]) -> str:
+def open_stores(world: World, place: Place, disk: Tier, remote: Tier | None) -> str:
     """As open_store. Stores of several nodes are of one run: that of the first that has one. All
     ranks call it. Raises Conflict where they are of two."""
     if not place.own_store:
-        return open_store(disk, around)
+        return open_store(disk, remote)
     said = world.gather("opening the stores", [str(disk.root), _document(disk)])
     known = {unseal(text.encode(), root)["run"]: root for root, text in said if text}
     if len(known) > 1:
@@ -45,11 +44,11 @@ def open_stores(world: World, place: Place, disk: Tier, around: Sequence[Tier]) 
             f"those that are not wanted"
         )
     if not known and place.node == 0:
-        open_store(disk, around)
+        open_store(disk, remote)
     first = world.gather("making the stores", _document(disk) if place.node == 0 else None)
     document = next((text for _, text in said if text), None) or first[0]
     disk.create(names.STORE, document.encode())
-    return open_store(disk, around)
+    return open_store(disk, remote)
 
 
 def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -> list[Peer]:

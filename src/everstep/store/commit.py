@@ -29,24 +29,23 @@ _UNSEEN = 1 << 20
 """Numbers of which one is taken by chance, where nobody can be asked."""
 
 
-def open_store(disk: Tier, around: Sequence[Tier] = ()) -> str:
-    """The run id of the store, which is made where there is none: of the run that the tiers around
-    it have, where one does.
+def open_store(disk: Tier, remote: Tier | None = None) -> str:
+    """The run id of the store, which is made where there is none: of the run that the remote tier
+    has, where it has one.
 
-    Raises Unavailable, Unsupported, Corrupt; Conflict where they have another run.
+    Raises Unavailable, Unsupported, Corrupt; Conflict where that has another run.
     """
-    found = [tier for tier in around if _has_store(tier)]
+    found = remote if remote and _has_store(remote) else None
     if disk.size(names.STORE) is None:
         new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": now()}
-        disk.create(names.STORE, found[0].read(names.STORE) if found else seal(new))
+        disk.create(names.STORE, found.read(names.STORE) if found else seal(new))
     run = catalog.read_run(disk)
-    for tier in found:
-        if (other := catalog.read_run(tier)) != run:
-            raise Conflict(
-                f"opening {disk.root}: it has run {run}, and {tier.root} has run {other}. Choose "
-                f"another place for one of them; to start from the other run's checkpoints, "
-                f"restore(from_store=...)"
-            )
+    if found and (other := catalog.read_run(found)) != run:
+        raise Conflict(
+            f"opening {disk.root}: it has run {run}, and {found.root} has run {other}. Choose "
+            f"another place for one of them; to start from the other run's checkpoints, "
+            f"restore(from_store=...)"
+        )
     return run
 
 
@@ -63,20 +62,20 @@ def claim_epoch(
     parent: int | None,
     fork: int,
     attachment: str | None = None,
-    around: Sequence[Tier] = (),
+    remote: Tier | None = None,
 ) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
     `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
     None and 0 for a start from nothing; `attachment`: see Epoch. Makes the store where there is
-    none. The tiers `around` have the claim, too: where two writers have stores of their own, one
-    gets the number. Where one of them does not answer, the number is one that nobody else takes,
-    and `copy.lead` tells later whether another writer has gone on there.
+    none. The remote tier has the claim, too: where two writers have stores of their own, one
+    gets the number. Where it does not answer, the number is one that nobody else takes, and
+    `copy.lead` tells later whether another writer has gone on there.
     """
     open_store(disk)
     while True:
-        shared = [tier for tier in around if _tells_epochs(disk, tier)]
-        skipped = secrets.randbelow(_UNSEEN) if len(shared) < len(around) else 0
+        shared = remote if remote and _tells_epochs(disk, remote) else None
+        skipped = secrets.randbelow(_UNSEEN) if remote and not shared else 0
         number = max(catalog.known_epochs(disk), default=0) + 1 + skipped
         claim = {
             "format": FORMAT_VERSION,
@@ -87,9 +86,8 @@ def claim_epoch(
             **({} if attachment is None else {"attachment": attachment}),
         }
         path, document = names.epoch_path(number), seal(claim)
-        if disk.create(path, document) and all(
-            _claim_there(tier, path, document) for tier in shared
-        ):
+        is_claimed = disk.create(path, document)
+        if is_claimed and (shared is None or _claim_there(shared, path, document)):
             return number
 
 

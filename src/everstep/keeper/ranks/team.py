@@ -17,7 +17,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from everstep.errors import EverstepError, Unavailable, kind_of
@@ -64,23 +64,23 @@ class Team:
         place: wire.Place,
         hello: wire.Message,
         wake: Callable[[], None],
-        copies: Sequence[RemoteCopies] = (),
-        live: LiveReplica | None = None,
+        remote: RemoteCopies | None,
+        live: LiveReplica | None,
     ) -> None:
         """As the first of its ranks greets. `wake` is called when the queue has become empty.
-        `copies`: to the tiers around the store, of what this node commits. `live`: the replica
-        that follows what they commit.
+        `remote`: to the remote tier, of what this node commits. `live`: the replica that follows
+        what they commit.
         Raises ValueError, KeyError or TypeError for a greeting that is none."""
         self.place = place
         self.size = len(self.place.ranks)
         keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         deletes = self.place.commits or self.place.own_store
         encoder = Encoder((hello.get("tiers") or {}).get("codecs", "auto"))
-        self.writer = Writer(disk, keep if deletes else None, copies=copies, encoder=encoder)
+        self.writer = Writer(disk, keep if deletes else None, remote=remote, encoder=encoder)
         route = (hello.get("tiers") or {}).get("route", "local")
         self._router: Router | None = None
-        if route in ("auto", "remote") and copies and self.place.is_alone:
-            self._router = Router(route, self.writer, copies[0])
+        if route in ("auto", "remote") and remote and self.place.is_alone:
+            self._router = Router(route, self.writer, remote)
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self._is_awaited)
@@ -111,8 +111,9 @@ class Team:
             del known[place.node]
             away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
             self._nodes.stores = {n: a.peer("store", away_s) for n, a in known.items()}
-            for copies in self.writer.copies:
-                copies.source = Union([self.writer.disk, *self._nodes.stores.values()])
+            if self.writer.remote:
+                every = [self.writer.disk, *self._nodes.stores.values()]
+                self.writer.remote.source = Union(every)
         following = known.get((place.node + 1) % place.nodes)
         if partners["replicates"] and following and self.replica is None:
             self.replica = Replica(following.peer("memory"), self.tell_all)
@@ -295,14 +296,14 @@ class Team:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
         disk, place = self.writer.disk, self.place
-        around = [copies.tier for copies in self.writer.copies]
+        remote = self.writer.remote.tier if self.writer.remote else None
         if place.is_alone:
-            return commit.claim_epoch(disk, parent, fork, around=around)
+            return commit.claim_epoch(disk, parent, fork, remote=remote)
         attachment = place.named(number)
         if self._nodes and not place.commits:
             return self._nodes.await_epoch(attachment)
         known = catalog.find_attachment(disk, attachment)
-        return known or commit.claim_epoch(disk, parent, fork, attachment, around)
+        return known or commit.claim_epoch(disk, parent, fork, attachment, remote)
 
     def _is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
@@ -377,7 +378,7 @@ class Team:
         if self.writer.epoch is None:
             self._end_save(first, Unavailable("saving: this trainer has claimed no epoch"))
             return
-        if taken := next((each.conflict for each in self.writer.copies if each.conflict), None):
+        if self.writer.remote and (taken := self.writer.remote.conflict):
             self._end_save(first, taken)
             return
         if self._router and (routed := self._router.persist(first, self._announce_written)):
@@ -408,8 +409,8 @@ class Team:
 
     def _note_commit(self, save: NodeSave, outcome: Outcome) -> None:
         """What goes on from there."""
-        for copies in self.writer.copies:
-            copies.note(outcome.name, is_there=outcome.is_routed)
+        if self.writer.remote:
+            self.writer.remote.note(outcome.name, is_there=outcome.is_routed)
         if outcome.is_routed:
             return
         self.traffic.note(outcome.name.step)
