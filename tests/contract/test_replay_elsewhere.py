@@ -68,12 +68,12 @@ def test_other_bits_are_damage_only_where_they_must_be_equal(
             materialize(Disk(store), CheckpointName(LAST, 1))
         return
     for only in (None, "model"):
-        with pytest.raises(Unsupported, match=r"on the CPU|here on cpu"):
+        with pytest.raises(Unsupported, match="here on cpu"):
             attempt(store, only, exact="require")
         with caplog.at_level(logging.WARNING, "everstep"):
             weight = attempt(store, only)
         torch.testing.assert_close(weight, trained.detach())
-        assert "here on cpu" in caplog.text or "was trained on a GPU" in caplog.text
+        assert "here on cpu" in caplog.text
         caplog.clear()
     made = materialize(Disk(store), CheckpointName(LAST, 1))
     assert not made.exact

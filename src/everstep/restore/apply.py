@@ -63,23 +63,21 @@ def apply(
     together = state.world.together
     chain = together("reading the manifest", lambda: candidate.describe(in_outline=True))
     if not chain.replayed:
-        _check_exact(candidate, chain, [], must_be_exact)
+        _check_exact(candidate, chain, [], only, must_be_exact)
         _place_state(candidate, chain.base, state, only, loader, first)
         return chain.base.manifest, differences(chain.base.manifest.topology)
     state.name_parameters()
-    is_beside, is_moved = only is not None or _is_boxed(state), False  # on nobody's layout
-    differing = chain.differences(ALONE if is_beside else state.layout())
-    if not is_beside:
+    is_beside, is_moved = only is not None or _is_boxed(state), False
+    if is_beside:  # on nobody's layout, and on the CPU
+        differing = [*chain.differences(ALONE), *chain.moved()]
+    else:
+        differing = chain.differences(state.layout())
         each = state.world.gather("comparing devices", chain.moved(_kinds(state)))
         is_moved = any(each)
         differing += sorted({text for found in each for text in found})
-    _check_exact(candidate, chain, differing, must_be_exact)
-    _check_left_out(candidate, chain, only, must_be_exact)
+    _check_exact(candidate, chain, differing, only, must_be_exact)
     if is_beside:
-        together(
-            "replaying",
-            lambda: _replay_beside(candidate, chain, state, only, loader, must_be_exact),
-        )
+        together("replaying", lambda: _replay_beside(candidate, chain, state, only, loader))
     else:
         since = _replay(candidate, chain, state, derived, loader, is_moved=is_moved)
         differing += [] if since is None else [f"other bytes than the run's since step {since}"]
@@ -87,53 +85,47 @@ def apply(
 
 
 def _check_exact(
-    candidate: Candidate, chain: Chain, differing: Sequence[str], must_be_exact: bool
+    candidate: Candidate,
+    chain: Chain,
+    differing: Sequence[str],
+    only: list[str] | None,
+    must_be_exact: bool,
 ) -> None:
-    """Raises Unsupported where it might not be exact, and must be; else tells what is not."""
-    if must_be_exact and differing:
-        raise Unsupported(
-            f"restoring step {candidate.name.step} exactly: it has to be replayed from step "
-            f"{chain.first_step}, and was recorded under {'; '.join(differing)}. Restore it there, "
-            f"or with exact='allow'"
-        )
-    base = chain.base.manifest
-    if base.exact:
-        return
+    """Raises Unsupported where it might not be exact, and must be; else tells what of that is
+    stored so. What is `differing` here is told once it is restored."""
+    step, base = candidate.name.step, chain.base.manifest
+    problems = []
     if shares := base.shares_by_step():
         of = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
-        problem = (
-            f"restoring step {candidate.name.step}: {sum(shares.values()):.0%} of its bytes are of "
-            f"earlier steps ({of}), as it was thinned (exact: false)"
+        problems.append(
+            f"{sum(shares.values()):.0%} of its bytes are of earlier steps ({of}), as it was "
+            f"thinned (exact: false); a step with a tag is not"
         )
-        other = "a step with a tag"
-    else:
+    elif not base.exact:
         what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
-        problem = (
-            f"restoring step {candidate.name.step}: what is stored of it is the run's own but for "
-            f"last bits (exact: false). {what} was made whole by a replay elsewhere, in place of "
-            f"its log"
+        problems.append(
+            f"what is stored of it is the run's own but for last bits (exact: false). {what} was "
+            f"made whole by a replay elsewhere, in place of its log"
         )
-        other = "another step"
-    if must_be_exact:
-        raise Unsupported(f"{problem}. Restore {other}, or exact='allow'")
-    log.warning("%s", problem)
-
-
-def _check_left_out(
-    candidate: Candidate, chain: Chain, only: list[str] | None, must_be_exact: bool
-) -> None:
-    """Raises Unsupported where what records do without is wanted as it was then; else tells."""
     if parts := [part for part in chain.left_out if only is None or part in only]:
-        problem = (
-            f"restoring step {candidate.name.step}: records do without the tensors of "
-            f"{', '.join(map(repr, parts))} (exact: false). All else is exact"
+        problems.append(
+            f"records do without the tensors of {', '.join(map(repr, parts))} (exact: false); "
+            f"compress(..., residual='records') has them in each. All else is exact"
         )
-        if must_be_exact:
-            raise Unsupported(
-                f"{problem}. Restore a whole state's step, or with exact='allow'; to have them in "
-                f"each record, compress(..., residual='records')"
-            )
-        log.warning("%s", problem)
+    if not must_be_exact:
+        for problem in problems:
+            log.warning("restoring step %s: %s", step, problem)
+        return
+    if differing:
+        problems.append(
+            f"it has to be replayed from step {chain.first_step}, and was recorded under "
+            f"{'; '.join(differing)}"
+        )
+    if problems:
+        raise Unsupported(
+            f"restoring step {step} exactly: {'; '.join(problems)}. Restore it there, another step "
+            f"that is whole, or exact='allow'"
+        )
 
 
 def _place_state(
@@ -298,7 +290,6 @@ def _replay_beside(
     state: State,
     only: list[str] | None,
     loader: Loader,
-    must_be_exact: bool,
 ) -> None:
     """Replay the log beside the live state, and place these parts of the result (None: all). Takes
     memory for all of it."""
@@ -316,16 +307,6 @@ def _replay_beside(
             f"own (derive=), which runs in the whole state alone, where no parameter is several "
             f"tensors. Restore all of it there, or parts without {taken[0]!r}"
         )
-    optimized = chain.optimized & saved.tensors.keys()
-    if any(saved.tensors[name].device != "cpu" for name in optimized):
-        problem = (
-            f"restoring {what}step {candidate.name.step}: it was trained on a GPU, and is replayed "
-            f"on the CPU, where last bits differ"
-        )
-        if must_be_exact:
-            way = "it where its tensors are apart" if only is None else "all of it"
-            raise Unsupported(f"{problem}. Restore {way}, or with exact='allow'")
-        log.warning("%s", problem)
     with adopted(chain.last.manifest.topology):
         found = rebuilt(candidate, chain, loader)
     fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
