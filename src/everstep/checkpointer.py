@@ -40,6 +40,7 @@ from everstep.options import (
 )
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
+from everstep.restore.apply import Scope
 from everstep.restore.restores import Restores
 from everstep.sharding.partners import meet, new_address, open_stores
 from everstep.sharding.world import World, form_team
@@ -261,13 +262,8 @@ class Checkpointer:
             raise ValueError(f"step must be a step, a tag or 'step-epoch', not {step!r}")
         if exact not in ("allow", "require"):
             raise ValueError(f"exact must be 'allow' or 'require', not {exact!r}")
-        restored = self._restores.restore(
-            step,
-            from_store,
-            _names("only", only),
-            _names("first", first),
-            must_be_exact=exact == "require",
-        )
+        scope = Scope(_names("only", only), _names("first", first), exact == "require")
+        restored = self._restores.restore(step, from_store, scope)
         if restored is None:
             return 0
         self._last_step = restored.step

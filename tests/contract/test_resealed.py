@@ -24,8 +24,9 @@ from everstep import EverstepError, Store
 from everstep.cli.main import main
 from everstep.errors import KINDS
 from everstep.format.document import digest_of
+from everstep.redo.derived import Derived
 from everstep.redo.replay import OtherBytes
-from everstep.restore.apply import apply
+from everstep.restore.apply import Restore, Scope
 from everstep.restore.choose import candidates
 from everstep.restore.load import Loader
 from everstep.state.view import State
@@ -193,7 +194,7 @@ def restored(store, reference):
     try:
         (found, *_) = candidates(Disk(store), reference, {})
         with Loader() as loader:
-            apply(found, state, None, loader)
+            Restore(found, state, Derived({}, state), loader, Scope(None, None, False)).apply()
     except EverstepError as error:
         found = error
     else:

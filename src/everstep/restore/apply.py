@@ -8,6 +8,7 @@ place, as the last record has it.
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -41,213 +42,250 @@ from everstep.state.view import State, is_in
 log = logging.getLogger("everstep")
 
 
-@torch.inference_mode(False)  # whoever restores in it: what is made here is to be trained
-def apply(
-    candidate: Candidate,
-    state: State,
-    only: list[str] | None,
-    loader: Loader,
-    must_be_exact: bool = False,
-    derived: Derived | None = None,
-    first: list[str] | None = None,
-) -> tuple[Manifest, list[str]]:
-    """Put the checkpoint into the state; blocks. Returns its manifest, and what is other here than
-    where it, and what was replayed, was written. `derived`: parts, with their rules. `first`: what
-    is in other parts, and not needed before the first update, follows (State.late), where nothing
-    is replayed.
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What is asked of a restore. `only`: these parts (None: all). `first`: what is in other parts
+    than these, and not needed before the first update, follows (State.late), where nothing is
+    replayed."""
 
-    Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then), Unsupported
-    for a log whose replay might not be exact where it must be, and for a part of a log that cannot
-    be replayed beside the state.
-    """
-    together = state.world.together
-    chain = together("reading the manifest", lambda: candidate.describe(in_outline=True))
-    if not chain.replayed:
-        _check_exact(candidate, chain, [], only, must_be_exact)
-        _place_state(candidate, chain.base, state, only, loader, first)
-        return chain.base.manifest, differences(chain.base.manifest.topology)
-    state.name_parameters()
-    is_beside, is_moved = only is not None or _is_boxed(state), False
-    if is_beside:  # on nobody's layout, and on the CPU
-        differing = [*chain.differences(ALONE), *chain.moved()]
-    else:
+    only: list[str] | None
+    first: list[str] | None
+    must_be_exact: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A checkpoint on its way into the live state. `derived`: parts, with their rules."""
+
+    candidate: Candidate
+    state: State
+    derived: Derived
+    loader: Loader
+    scope: Scope
+
+    @torch.inference_mode(False)  # whoever restores in it: what is made here is to be trained
+    def apply(self) -> tuple[Manifest, list[str]]:
+        """Put it there; blocks. Returns its manifest, and what is other here than where it, and
+        what was replayed, was written.
+
+        Raises Mismatch (nothing was changed then), Corrupt (the state is half filled then),
+        Unsupported for a log whose replay might not be exact where it must be, and for a part of a
+        log that cannot be replayed beside the state.
+        """
+        state, world = self.state, self.state.world
+        describe = partial(self.candidate.describe, in_outline=True)
+        chain = world.together("reading the manifest", describe)
+        if not chain.replayed:
+            self._check_exact(chain, [])
+            self._place(chain.base)
+            return chain.base.manifest, differences(chain.base.manifest.topology)
+        state.name_parameters()
+        if self.scope.only is not None or _is_boxed(state):
+            differing = [*chain.differences(ALONE), *chain.moved()]  # on the CPU
+            self._check_exact(chain, differing)
+            world.together("replaying", partial(self._replay_beside, chain))
+            return chain.last.manifest, differing
+        moved = world.gather("comparing devices", chain.moved(_kinds(state)))
         differing = chain.differences(state.layout())
-        each = state.world.gather("comparing devices", chain.moved(_kinds(state)))
-        is_moved = any(each)
-        differing += sorted({text for found in each for text in found})
-    _check_exact(candidate, chain, differing, only, must_be_exact)
-    if is_beside:
-        together("replaying", lambda: _replay_beside(candidate, chain, state, only, loader))
-    else:
-        since = _replay(candidate, chain, state, derived, loader, is_moved=is_moved)
+        differing += sorted({text for found in moved for text in found})
+        self._check_exact(chain, differing)
+        since = self._replay(chain, is_moved=any(moved))
         differing += [] if since is None else [f"other bytes than the run's since step {since}"]
-    return chain.last.manifest, differing
+        return chain.last.manifest, differing
 
+    def _check_exact(self, chain: Chain, differing: Sequence[str]) -> None:
+        """Raises Unsupported where it might not be exact, and must be; else tells what of that is
+        stored so. What is `differing` here is told once it is restored."""
+        step, base = self.candidate.name.step, chain.base.manifest
+        only, must_be_exact = self.scope.only, self.scope.must_be_exact
+        problems = []
+        if shares := base.shares_by_step():
+            of = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
+            problems.append(
+                f"{sum(shares.values()):.0%} of its bytes are of earlier steps ({of}), as it was "
+                f"thinned (exact: false); a step with a tag is not"
+            )
+        elif not base.exact:
+            what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
+            problems.append(
+                f"what is stored of it is the run's own but for last bits (exact: false). {what} "
+                f"was made whole by a replay elsewhere, in place of its log"
+            )
+        if parts := [part for part in chain.left_out if only is None or part in only]:
+            problems.append(
+                f"records do without the tensors of {', '.join(map(repr, parts))} (exact: false); "
+                f"compress(..., residual='records') has them in each. All else is exact"
+            )
+        if not must_be_exact:
+            for problem in problems:
+                log.warning("restoring step %s: %s", step, problem)
+            return
+        if differing:
+            problems.append(
+                f"it has to be replayed from step {chain.first_step}, and was recorded under "
+                f"{'; '.join(differing)}"
+            )
+        if problems:
+            raise Unsupported(
+                f"restoring step {step} exactly: {'; '.join(problems)}. Restore it there, another "
+                f"step that is whole, or exact='allow'"
+            )
 
-def _check_exact(
-    candidate: Candidate,
-    chain: Chain,
-    differing: Sequence[str],
-    only: list[str] | None,
-    must_be_exact: bool,
-) -> None:
-    """Raises Unsupported where it might not be exact, and must be; else tells what of that is
-    stored so. What is `differing` here is told once it is restored."""
-    step, base = candidate.name.step, chain.base.manifest
-    problems = []
-    if shares := base.shares_by_step():
-        of = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
-        problems.append(
-            f"{sum(shares.values()):.0%} of its bytes are of earlier steps ({of}), as it was "
-            f"thinned (exact: false); a step with a tag is not"
-        )
-    elif not base.exact:
-        what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
-        problems.append(
-            f"what is stored of it is the run's own but for last bits (exact: false). {what} was "
-            f"made whole by a replay elsewhere, in place of its log"
-        )
-    if parts := [part for part in chain.left_out if only is None or part in only]:
-        problems.append(
-            f"records do without the tensors of {', '.join(map(repr, parts))} (exact: false); "
-            f"compress(..., residual='records') has them in each. All else is exact"
-        )
-    if not must_be_exact:
-        for problem in problems:
-            log.warning("restoring step %s: %s", step, problem)
-        return
-    if differing:
-        problems.append(
-            f"it has to be replayed from step {chain.first_step}, and was recorded under "
-            f"{'; '.join(differing)}"
-        )
-    if problems:
-        raise Unsupported(
-            f"restoring step {step} exactly: {'; '.join(problems)}. Restore it there, another step "
-            f"that is whole, or exact='allow'"
-        )
-
-
-def _place_state(
-    candidate: Candidate,
-    base: Described,
-    state: State,
-    only: list[str] | None,
-    loader: Loader,
-    first: list[str] | None,
-) -> None:
-    """Where nothing has to be replayed."""
-    placement, versions = _match(candidate, base, state, only)
-    _tell_classes(candidate, base, state, only)
-    now, late = placement.destinations, {}
-    if first is not None:
-        late = {
-            name: row
-            for name, row in now.items()
-            if name in placement.late and not name.startswith(tuple(f"{part}." for part in first))
-        }
-        now = {name: row for name, row in now.items() if name not in late}
-    state.world.together("reading", lambda: fill(candidate, versions, now, loader))
-    placement.finish()
-    if late:
-        state.late.begin(partial(_fill_late, candidate, versions, late))
-
-
-def _fill_late(candidate: Candidate, versions: Sequence[Version], late: Wanted) -> None:
-    """Raises Corrupt, Missing, Unavailable."""
-    try:
-        with Loader() as loader:
-            fill(candidate, versions, late, loader)
-    except EverstepError as error:
-        raise KINDS[kind_of(error)](
-            f"restoring step {candidate.name.step} of {candidate.disk.root}: what was to follow is "
-            f"not there, and the state is half filled: {error}. Restore without first=, which goes "
-            f"back to the newest that verifies"
-        ) from error
-
-
-def _match(
-    candidate: Candidate, base: Described, state: State, only: list[str] | None
-) -> tuple[Placement, Sequence[Version]]:
-    """Where the base goes, or these parts of it, and what has that. Raises Mismatch, Corrupt."""
-    placement = state.place(Saved.of(base))
-    placement.read_stream = partial(read_stream, candidate)
-    state.prepare(placement, only)
-    step, root = candidate.name.step, candidate.disk.root
-
-    def fit() -> Sequence[Version]:
-        placement.check(step, root)
-        return candidate.versions(base, boxes_of(placement.destinations))
-
-    versions = state.world.together("fitting", fit)
-    candidate.is_shared = _is_shared(state.world, placement)
-    offloaded = ((each.name, offloaded_of(each.optimizer)) for each in state.optimizers)
-    kept = [f"{name}." for name, found in offloaded if found and found.has_adopted]
-    candidate.already = {name for name in placement.destinations if name.startswith(tuple(kept))}
-    return placement, versions
-
-
-def _replay(
-    candidate: Candidate,
-    chain: Chain,
-    state: State,
-    derived: Derived | None,
-    loader: Loader,
-    *,
-    is_moved: bool,
-) -> int | None:
-    """In the live state, by its own optimizers. Returns the first step after which it had other
-    bytes than the run, as far as that is compared and allowed."""
-    together = state.world.together
-    _check_alone(candidate, state)
-    derivation = Derivation(chain, derived, state)
-    names = chain.optimized | derivation.names
-    placement, _ = _match(candidate, chain.base, state, state.parts_of(names))
-    saved = chain.saved(names)
-    optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
-
-    def match_rest() -> Placement:
-        live = derivation.live().values()
-        rest = state.place_rest(saved, names, live)
-        rest.read_stream = partial(read_stream, candidate)
-        state.prepare(rest, None)
-        return rest
-
-    rank = None if state.world.is_alone else state.world.rank
-    comparison = chain.comparison(state.layout(), rank, is_moved=is_moved)
-    if any(is_dealt_out(each.optimizer) for each in state.optimizers):
-        comparison = None  # each rank replays a part alone, though the layout be that of DDP
-
-    def replay() -> None:
-        records = stack.enter_context(
-            Records(candidate, chain, optimizers, loader, state.world, comparison=comparison)
-        )
-        records.check()
-        match_rest().check(candidate.name.step, candidate.disk.root)
-        fill(candidate, chain.base.versions, placement.destinations, loader)
+    def _place(self, base: Described) -> None:
+        """Where nothing has to be replayed."""
+        placement, versions = self._match(base, self.scope.only)
+        self._tell_classes(base)
+        now, late, first = placement.destinations, {}, self.scope.first
+        if first is not None:
+            at_once = tuple(f"{part}." for part in first)
+            late = {
+                name: row
+                for name, row in now.items()
+                if name in placement.late and not name.startswith(at_once)
+            }
+            now = {name: row for name, row in now.items() if name not in late}
+        fill_now = partial(fill, self.candidate, versions, now, self.loader)
+        self.state.world.together("reading", fill_now)
         placement.finish()
-        derivation.begin(placement.destinations.keys())
-        for loaded in records:
-            redo(loaded, optimizers)
-            derivation.after(loaded, candidate, loader)
-            del loaded
+        if late:
+            self.state.late.begin(partial(self._fill_late, versions, late))
 
-    # The records are closed last: the system takes a while to take their memory back.
-    with contextlib.ExitStack() as stack, _keeping_gradients(state):
-        together("replaying", replay)
-        for optimizer in state.optimizers:
-            send_around(optimizer.optimizer)  # all ranks have come to the end of it
-        rest = match_rest()
+    def _fill_late(self, versions: Sequence[Version], late: Wanted) -> None:
+        """Raises Corrupt, Missing, Unavailable."""
+        try:
+            with Loader() as loader:
+                fill(self.candidate, versions, late, loader)
+        except EverstepError as error:
+            step, root = self.candidate.name.step, self.candidate.disk.root
+            raise KINDS[kind_of(error)](
+                f"restoring step {step} of {root}: what was to follow is not there, and the state "
+                f"is half filled: {error}. Restore without first=, which goes back to the newest "
+                f"that verifies"
+            ) from error
 
-        def place() -> None:
-            live = {**_live_optimized(state), **derivation.shards()}
-            stored, brought = _split(rest, names)
-            fill(candidate, chain.versions, _unfilled(stored, chain, placement), loader)
-            fill_from_live(live, brought)
+    def _match(
+        self, base: Described, only: list[str] | None
+    ) -> tuple[Placement, Sequence[Version]]:
+        """Where the base goes, or these parts of it, and what has that. Raises Mismatch,
+        Corrupt."""
+        candidate, state = self.candidate, self.state
+        placement = self._prepared(state.place(Saved.of(base)), only)
 
-        together("reading what came after", place)
-        rest.finish()
-    return comparison.first if comparison else None
+        def fit() -> Sequence[Version]:
+            placement.check(candidate.name.step, candidate.disk.root)
+            return candidate.versions(base, boxes_of(placement.destinations))
+
+        versions = state.world.together("fitting", fit)
+        candidate.is_shared = _is_shared(state.world, placement)
+        offloaded = ((each.name, offloaded_of(each.optimizer)) for each in state.optimizers)
+        kept = [f"{name}." for name, found in offloaded if found and found.has_adopted]
+        candidate.already = {
+            name for name in placement.destinations if name.startswith(tuple(kept))
+        }
+        return placement, versions
+
+    def _prepared(self, placement: Placement, only: list[str] | None) -> Placement:
+        """With the destinations of these parts, and what does not fit."""
+        placement.read_stream = partial(read_stream, self.candidate)
+        self.state.prepare(placement, only)
+        return placement
+
+    def _replay(self, chain: Chain, *, is_moved: bool) -> int | None:
+        """In the live state, by its own optimizers. Returns the first step after which it had other
+        bytes than the run, as far as that is compared and allowed."""
+        candidate, state, loader = self.candidate, self.state, self.loader
+        together = state.world.together
+        self._check_alone()
+        derivation = Derivation(chain, self.derived, state)
+        names = chain.optimized | derivation.names
+        placement, _ = self._match(chain.base, state.parts_of(names))
+        saved = chain.saved(names)
+        optimizers = {optimizer.name: optimizer for optimizer in state.optimizers}
+
+        def match_rest() -> Placement:
+            live = derivation.live().values()
+            return self._prepared(state.place_rest(saved, names, live), None)
+
+        rank = None if state.world.is_alone else state.world.rank
+        comparison = chain.comparison(state.layout(), rank, is_moved=is_moved)
+        if any(is_dealt_out(each.optimizer) for each in state.optimizers):
+            comparison = None  # each rank replays a part alone, though the layout be that of DDP
+
+        def replay() -> None:
+            records = stack.enter_context(
+                Records(candidate, chain, optimizers, loader, state.world, comparison=comparison)
+            )
+            records.check()
+            match_rest().check(candidate.name.step, candidate.disk.root)
+            fill(candidate, chain.base.versions, placement.destinations, loader)
+            placement.finish()
+            derivation.begin(placement.destinations.keys())
+            for loaded in records:
+                redo(loaded, optimizers)
+                derivation.after(loaded, candidate, loader)
+                del loaded
+
+        # The records are closed last: the system takes a while to take their memory back.
+        with contextlib.ExitStack() as stack, _keeping_gradients(state):
+            together("replaying", replay)
+            for optimizer in state.optimizers:
+                send_around(optimizer.optimizer)  # all ranks have come to the end of it
+            rest = match_rest()
+
+            def place() -> None:
+                live = {**_live_optimized(state), **derivation.shards()}
+                stored, brought = _split(rest, names)
+                fill(candidate, chain.versions, _unfilled(stored, chain, placement), loader)
+                fill_from_live(live, brought)
+
+            together("reading what came after", place)
+            rest.finish()
+        return comparison.first if comparison else None
+
+    def _replay_beside(self, chain: Chain) -> None:
+        """Replay the log beside the live state, and place these parts of the result (None: all).
+        Takes memory for all of it."""
+        saved = chain.saved(chain.optimized)
+        candidate, only = self.candidate, self.scope.only
+        placement = self._prepared(self.state.place(saved), only)
+        placement.check(candidate.name.step, candidate.disk.root)
+        wanted = placement.destinations
+        names = {name for whole, _ in wanted.values() for name in (whole.spec.name, *whole.aliases)}
+        what = "" if only is None else f"only={only} of "
+        if taken := sorted(part for part in chain.ruled if any(is_in(n, [part]) for n in names)):
+            raise Unsupported(
+                f"restoring {what}step {candidate.name.step}: {taken[0]!r} is derived by a rule of "
+                f"its own (derive=), which runs in the whole state alone, where no parameter is "
+                f"several tensors. Restore all of it there, or parts without {taken[0]!r}"
+            )
+        with adopted(chain.last.manifest.topology):
+            found = rebuilt(candidate, chain, self.loader)
+        fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
+        placement.finish()
+
+    def _check_alone(self) -> None:
+        """Raises Unsupported where it takes other ranks to replay."""
+        dealt = [each.name for each in self.state.optimizers if is_dealt_out(each.optimizer)]
+        if self.state.world.is_alone and dealt:
+            raise Unsupported(
+                f"restoring step {self.candidate.name.step}: it has to be replayed, and other "
+                f"ranks make some of the updates of {dealt[0]!r}. Restore it by a Checkpointer of "
+                f"all ranks"
+            )
+
+    def _tell_classes(self, base: Described) -> None:
+        """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
+        for name, then in base.manifest.classes.items():
+            now = self.state.classes(self.scope.only).get(name, then)
+            if not is_same_class(now, then):
+                log.warning(
+                    "restoring step %s: %r was a %s, and is a %s now, which has its state and its "
+                    "hyperparameters from here on. To restore the weights alone: only=",
+                    self.candidate.name.step,
+                    name,
+                    then,
+                    now,
+                )
 
 
 def _split(placement: Placement, names: set[str]) -> tuple[Wanted, Wanted]:
@@ -284,35 +322,6 @@ def _live_optimized(state: State) -> dict[str, list[LocalBox]]:
     return found
 
 
-def _replay_beside(
-    candidate: Candidate,
-    chain: Chain,
-    state: State,
-    only: list[str] | None,
-    loader: Loader,
-) -> None:
-    """Replay the log beside the live state, and place these parts of the result (None: all). Takes
-    memory for all of it."""
-    saved = chain.saved(chain.optimized)
-    placement = state.place(saved)
-    placement.read_stream = partial(read_stream, candidate)
-    state.prepare(placement, only)
-    placement.check(candidate.name.step, candidate.disk.root)
-    wanted = placement.destinations
-    names = {name for whole, _ in wanted.values() for name in (whole.spec.name, *whole.aliases)}
-    what = "" if only is None else f"only={only} of "
-    if taken := sorted(part for part in chain.ruled if any(is_in(name, [part]) for name in names)):
-        raise Unsupported(
-            f"restoring {what}step {candidate.name.step}: {taken[0]!r} is derived by a rule of its "
-            f"own (derive=), which runs in the whole state alone, where no parameter is several "
-            f"tensors. Restore all of it there, or parts without {taken[0]!r}"
-        )
-    with adopted(chain.last.manifest.topology):
-        found = rebuilt(candidate, chain, loader)
-    fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
-    placement.finish()
-
-
 def _is_boxed(state: State) -> bool:
     """Whether parameters of some rank are boxes of other tensors: records have a gradient for each
     tensor, and no such parameter is updated by one. The log is replayed beside the state then."""
@@ -333,16 +342,6 @@ def _kinds(state: State) -> dict[str, str]:
     }
 
 
-def _check_alone(candidate: Candidate, state: State) -> None:
-    """Raises Unsupported where it takes other ranks to replay."""
-    dealt = [each.name for each in state.optimizers if is_dealt_out(each.optimizer)]
-    if state.world.is_alone and dealt:
-        raise Unsupported(
-            f"restoring step {candidate.name.step}: it has to be replayed, and other ranks make "
-            f"some of the updates of {dealt[0]!r}. Restore it by a Checkpointer of all ranks"
-        )
-
-
 def _is_shared(world: World, placement: Placement) -> bool:
     """Whether other ranks of this node want just what this one does (replicas, whose tensors are
     whole): what is read directly would be read off the disk again for each."""
@@ -351,23 +350,6 @@ def _is_shared(world: World, placement: Placement) -> bool:
         place.box.lengths == each.spec.shape for each, places in rows for place in places
     )
     return len(world.local) > 1 and are_whole
-
-
-def _tell_classes(
-    candidate: Candidate, base: Described, state: State, only: list[str] | None
-) -> None:
-    """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
-    for name, then in base.manifest.classes.items():
-        now = state.classes(only).get(name, then)
-        if not is_same_class(now, then):
-            log.warning(
-                "restoring step %s: %r was a %s, and is a %s now, which has its state and its "
-                "hyperparameters from here on. To restore the weights alone: only=",
-                candidate.name.step,
-                name,
-                then,
-                now,
-            )
 
 
 @contextlib.contextmanager

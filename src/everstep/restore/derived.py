@@ -35,7 +35,7 @@ _RULED = (
 class Derivation:
     """What rules derive in the replay of one log."""
 
-    def __init__(self, chain: Chain, derived: Derived | None, state: State) -> None:
+    def __init__(self, chain: Chain, derived: Derived, state: State) -> None:
         """Raises Mismatch where a part that a rule derived has none here."""
         self._rows: dict[int, tuple[Described, Record, Table]] = {
             record.step: (described, record, tables[0])  # nothing is derived on several nodes
@@ -49,7 +49,7 @@ class Derivation:
         self._base = chain.base
         self._filled: Container[str] = ()
         self._optimized = chain.optimized
-        if missing := sorted(self._parts - set(derived.parts if derived else ())):
+        if missing := sorted(self._parts - set(derived.parts)):
             base = chain.base.manifest.step
             raise Mismatch(
                 f"restoring step {chain.last.manifest.step}: its log has to be replayed from step "
@@ -84,7 +84,6 @@ class Derivation:
         described, record, table = self._rows[loaded.step]
         if not record.ruled:
             return
-        assert self._derived is not None
         self._put_back(described, [(record.part, table)], candidate, loader)
         self._derived.redo(record.step, record.ruled)
         if comparison := loaded.comparison:

@@ -16,7 +16,7 @@ from everstep.keeper.client import Client
 from everstep.keeper.live_replica import KEY
 from everstep.redo.derived import Derived
 from everstep.redo.replay import OtherBytes
-from everstep.restore.apply import apply
+from everstep.restore.apply import Restore, Scope
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
 from everstep.state.view import State
@@ -56,29 +56,24 @@ class Restores:
         self,
         step: int | str | None,
         from_store: str | os.PathLike[str] | None,
-        only: list[str] | None,
-        first: list[str] | None,
-        *,
-        must_be_exact: bool,
+        scope: Scope,
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
         what is read, or makes it whole, there is something else by then, which is looked for."""
         self._state.late.forget()
-        if first is not None:
-            self._state.check_chosen(first)
+        if scope.first is not None:
+            self._state.check_chosen(scope.first)
         for _ in range(_ATTEMPTS):
             if not (found := self._find(step, from_store)):
                 break
             try:
-                return self._first_good(
-                    found, only, first, must_be_exact=must_be_exact, is_asked=step is not None
-                )
+                return self._first_good(found, scope, is_asked=step is not None)
             except _Changed as error:
                 log.info("%s", error)
         else:
             raise Missing(f"restoring: {_ATTEMPTS} checkpoints were deleted while they were read")
-        if only is not None:
-            self._state.check_chosen(only)
+        if scope.only is not None:
+            self._state.check_chosen(scope.only)
         return None
 
     def _find(
@@ -110,13 +105,7 @@ class Restores:
         return found
 
     def _first_good(
-        self,
-        found: list[Candidate],
-        only: list[str] | None,
-        first: list[str] | None,
-        *,
-        must_be_exact: bool,
-        is_asked: bool,
+        self, found: list[Candidate], scope: Scope, *, is_asked: bool
     ) -> CheckpointName:
         """Put the first of them that verifies into the state, and return which it was.
 
@@ -129,7 +118,7 @@ class Restores:
             if candidate.name in cut_off:
                 continue
             try:
-                self._restore(candidate, only, first, must_be_exact)
+                self._restore(candidate, scope)
             except (Corrupt, Missing) as error:
                 gather = self._state.world.gather
                 if any(gather("looking for what has changed", candidate.has_changed())):
@@ -216,18 +205,11 @@ class Restores:
         common = set.intersection(*({tuple(name) for name in names} for names in seen))
         return [candidate for candidate in found if candidate.name in common]
 
-    def _restore(
-        self,
-        candidate: Candidate,
-        only: list[str] | None,
-        first: list[str] | None,
-        must_be_exact: bool,
-    ) -> None:
+    def _restore(self, candidate: Candidate, scope: Scope) -> None:
         self._captures.strategy.break_off()
         with Loader() as loader:
-            manifest, differing = apply(
-                candidate, self._state, only, loader, must_be_exact, self._derived, first
-            )
+            restore = Restore(candidate, self._state, self._derived, loader, scope)
+            manifest, differing = restore.apply()
         self._derived.restored(manifest.step)
         if candidate.disk is self._disk:
             self._captures.restored(candidate.name)
