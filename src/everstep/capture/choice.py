@@ -90,13 +90,9 @@ class Choice:
     def _first(self, how: options.Full | options.Spread | options.Log | None) -> Strategy:
         why = self._why_no_log_here
         if isinstance(how, options.Full):
-            whole = Spread(self.run, self._every, window=1)
-            if how.thin and self.run.ranks.is_on_nodes:
-                raise Unsupported(
-                    "everstep.Full(thin=...) and ranks on several nodes: that is for ranks of one "
-                    "node. Leave thin= out"
-                )
-            return Thin(self.run, whole, how.thin) if how.thin else whole
+            if how.thin:
+                return Thin(self.run, self._every, how.thin)
+            return Spread(self.run, self._every, window=1)
         if isinstance(how, options.Log):
             if why:
                 raise Unsupported(f"strategy='log': {why}. Use strategy='full' or 'auto'")

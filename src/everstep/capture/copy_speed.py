@@ -65,8 +65,8 @@ class CopySpeed:
         self._clock = clock
         self._call: tuple[float, Mapping[torch.device, torch.cuda.Event]] | None = None
         # Bounded: without updates nobody reads.
-        self._overlaps: deque[list[Span]] = deque(maxlen=_UNREAD_MAX)
-        self._copies: deque[list[Span]] = deque(maxlen=_UNREAD_MAX)
+        self._unread: deque[tuple[Callable[[list[Span]], None], list[Span]]]
+        self._unread = deque(maxlen=_UNREAD_MAX)
 
     def called(self, begins: Mapping[torch.device, torch.cuda.Event]) -> None:
         """Copies may begin now: those off CUDA devices at these marks."""
@@ -79,17 +79,16 @@ class CopySpeed:
             return
         (began, begins), self._call = self._call, None
         if begins:
-            self._overlaps.append(
-                [Span(device, begin, self._mark(device)) for device, begin in begins.items()]
-            )
+            spans = [Span(device, begin, self._mark(device)) for device, begin in begins.items()]
+            self._unread.append((self._read_overlap, spans))
         else:
-            self._note_overlap(self._clock() - began)
+            self.overlap_s = _mean(self.overlap_s, self._clock() - began)
 
     def copied(self, spans: Iterable[Span], size: int, seconds: float) -> None:
         """All of one capture, of `size` bytes, is there, after `seconds` of host time. `spans`: of
         the copies off CUDA devices; where there are some, the rest is little."""
         if chosen := list(spans):
-            self._copies.append(chosen)
+            self._unread.append((self._read_copy, chosen))
         else:
             self._note_copy(size, seconds)
 
@@ -104,33 +103,29 @@ class CopySpeed:
         if size >= _SIZE_MIN and seconds > 0:  # small ones tell nothing
             self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
 
-    def _note_overlap(self, seconds: float) -> None:
-        self.overlap_s = _mean(self.overlap_s, seconds)
-
     def _read(self) -> None:
-        """What is over. Of several devices the one with the shortest step, and the one that copies
-        slowest: any piece may lie there, and updates wait for the last copy."""
-        for spans in _over(self._overlaps):
-            self._note_overlap(min(span.seconds for span in spans))
-        for spans in _over(self._copies):
-            totals: dict[torch.device, tuple[int, float]] = {}
-            for span in spans:
-                size, seconds = totals.get(span.device, (0, 0.0))
-                totals[span.device] = size + span.size, seconds + span.seconds
-            large = [row for row in totals.values() if row[0] >= _SIZE_MIN and row[1] > 0]
-            if large:
-                self._note_copy(*min(large, key=lambda row: row[0] / row[1]))
+        """What is over."""
+        while self._unread:
+            read, spans = self._unread.popleft()
+            if not all(span.is_over for span in spans):
+                self._unread.appendleft((read, spans))
+                return
+            read(spans)
+
+    def _read_overlap(self, spans: list[Span]) -> None:
+        """Of several devices that with the shortest step: any piece may lie there."""
+        self.overlap_s = _mean(self.overlap_s, min(span.seconds for span in spans))
+
+    def _read_copy(self, spans: list[Span]) -> None:
+        """Of several devices that which copies slowest: updates wait for the last copy."""
+        totals: dict[torch.device, tuple[int, float]] = {}
+        for span in spans:
+            size, seconds = totals.get(span.device, (0, 0.0))
+            totals[span.device] = size + span.size, seconds + span.seconds
+        large = [row for row in totals.values() if row[0] >= _SIZE_MIN and row[1] > 0]
+        if large:
+            self._note_copy(*min(large, key=lambda row: row[0] / row[1]))
 
 
 def _mean(old: float, new: float) -> float:
     return new if not old else (1 - _NEW) * old + _NEW * new
-
-
-def _over(unread: deque[list[Span]]) -> Iterable[list[Span]]:
-    """Those at the front that are over, taken out."""
-    while unread:
-        spans = unread.popleft()
-        if not all(span.is_over for span in spans):
-            unread.appendleft(spans)
-            return
-        yield spans

@@ -13,7 +13,7 @@ Source: LLMTailor (layer-wise tailoring of checkpoints).
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -22,6 +22,7 @@ from zlib import crc32
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
 from everstep.capture.window import why_undivided
+from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
 from everstep.state.view import Collected, Walk
 
@@ -36,13 +37,18 @@ class _Deal:
     """What is left of the state without these turns; copies are bound to its walk."""
 
 
-class Thin:
-    """Whole states, as `whole` takes them, without what is not due. For the thread that trains; of
-    several ranks all count saves alike."""
+class Thin(Spread):
+    """Whole states, copied at one step each, without what is not due. For the thread that trains;
+    of several ranks all count saves alike."""
 
-    def __init__(self, run: Run, whole: Spread, factors: Mapping[str, int]) -> None:
-        self._run = run
-        self._whole = whole
+    def __init__(self, run: Run, every: int, factors: Mapping[str, int]) -> None:
+        """Raises Unsupported."""
+        super().__init__(run, every, window=1)
+        if run.ranks.is_on_nodes:
+            raise Unsupported(
+                "everstep.Full(thin=...) and ranks on several nodes: that is for ranks of one "
+                "node. Leave thin= out"
+            )
         self._factors = factors
         self._patterns = [(_compiled(pattern), factor) for pattern, factor in factors.items()]
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
@@ -51,17 +57,9 @@ class Thin:
         self._saves: int | None = None
         """Since the last one that had all; None: the next has."""
 
-    def wants(self, step: int) -> bool:
-        """See Strategy."""
-        return self._whole.wants(step)
-
-    def current(self, step: int, collect: Callable[[], Collected]) -> SaveHandle | None:
-        """See Strategy."""
-        return self._whole.current(step, collect)
-
     def choose(self, request: Request, collected: Collected) -> Captured | None:
         """See Strategy: what has a name, and the last before the end, has all."""
-        captured = self._whole.choose(request, collected)
+        captured = super().choose(request, collected)
         if captured is None:
             return None
         if self._deal is None or self._deal.walk() is not collected.walk:
@@ -75,18 +73,18 @@ class Thin:
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
-        self._whole.begun(captured, handle)
+        super().begun(captured, handle)
         is_thinned = captured.thin and captured.thin.kept and self._saves is not None
         self._saves = (self._saves or 0) + 1 if is_thinned else 0
 
     def break_off(self) -> None:
         """See Strategy."""
-        self._whole.break_off()
+        super().break_off()
         self._saves = None
 
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
-        return {**self._whole.describe(), "thin": dict(self._factors)}
+        return {**super().describe(), "thin": dict(self._factors)}
 
     def _without(self, collected: Collected, kept: frozenset[int]) -> Collected:
         assert self._deal
