@@ -56,6 +56,8 @@ class OffloadedOptimizer(Optimizer):
         self._shared: Shared | None = None
         self.overlap = Overlap(self) if overlap else None
         self._states = None if states is None else os.path.abspath(states)
+        self.is_on_disk = states is not None
+        """Whether the state is in a file."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind_of(name) is not kind or kind.__name__ in _REFUSED:
             raise Unsupported(f"offloading a {name}: another process cannot make its updates")
@@ -131,11 +133,6 @@ class OffloadedOptimizer(Optimizer):
     def arena(self) -> Arena | None:
         """Of the state; None before there is one."""
         return self._shared.state if self._shared else None
-
-    @property
-    def is_on_disk(self) -> bool:
-        """Whether that is a file."""
-        return self._states is not None
 
     def adopt(self, arena: Arena) -> bool:
         """Go on in the memory of an optimizer whose process has died, which has what its last

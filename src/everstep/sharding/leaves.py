@@ -35,18 +35,19 @@ class Leaf(NamedTuple):  # each step makes some hundreds: a frozen dataclass tak
     shape: tuple[int, ...] | None = None
 
     @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all of it."""
+        return tuple(self.tensor.shape) if self.shape is None else self.shape
+
+    @property
     def spec(self) -> Spec:
         """As the format sees it."""
-        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
-        return Spec(self.name, dtype_name(self.tensor.dtype), shape, self.box)
+        return Spec(self.name, dtype_name(self.tensor.dtype), self.whole_shape, self.box)
 
     @property
     def entry(self) -> str:
         """Its name among the captured: a tensor's, or that of a box of it."""
-        if self.box is None:
-            return self.name
-        shape = tuple(self.tensor.shape) if self.shape is None else self.shape
-        return entry_name(self.name, shape, self.box)
+        return self.name if self.box is None else entry_name(self.name, self.whole_shape, self.box)
 
     @property
     def strides(self) -> tuple[int, ...] | None:
@@ -196,8 +197,7 @@ class Guard:
 
 def has_elements(leaf: Leaf) -> bool:
     """Whether there is anything of it here, or nowhere."""
-    shape = tuple(leaf.tensor.shape) if leaf.shape is None else leaf.shape
-    return bool(leaf.tensor.numel()) or 0 in shape
+    return bool(leaf.tensor.numel()) or 0 in leaf.whole_shape
 
 
 def pieces_of(leaf: Leaf) -> list[Leaf]:

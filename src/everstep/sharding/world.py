@@ -218,12 +218,7 @@ def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
     if world.is_alone:
         return ALONE
     here = f"{socket.gethostname()} {_boot()} {node()}"
-    mine = [
-        secrets.token_hex(8),
-        here,
-        name_of(store.root),
-        dict(alike),
-    ]
+    mine = [secrets.token_hex(8), here, name_of(store.root), dict(alike)]
     said = world.gather("attaching", mine)
     for rank, (_, where, name, _) in enumerate(said):
         first = next(each for each in said if each[1] == where or not store.has_locks)

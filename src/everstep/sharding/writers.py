@@ -293,5 +293,4 @@ def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:
 def _part(leaf: Leaf, start: int, end: int) -> Leaf:
     whole = leaf.box or Box.whole(tuple(leaf.tensor.shape))
     box = Box((whole.offsets[0] + start, *whole.offsets[1:]), (end - start, *whole.lengths[1:]))
-    shape = leaf.shape or tuple(leaf.tensor.shape)
-    return leaf._replace(tensor=leaf.tensor[start:end], box=box, shape=shape)
+    return leaf._replace(tensor=leaf.tensor[start:end], box=box, shape=leaf.whole_shape)

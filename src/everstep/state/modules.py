@@ -20,14 +20,10 @@ class ModuleState:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
-        self._module = _unwrap(module)
+        self.module = _unwrap(module)
+        """Out of what wraps it for DDP or torch.compile."""
         self._has_own_entries = False
         self.mapped = Mapped()
-
-    @property
-    def module(self) -> nn.Module:
-        """The module itself, out of what wraps it for DDP or torch.compile."""
-        return self._module
 
     def leaves(self, guard: Guard) -> list[Leaf]:
         """Every live parameter and persistent buffer of the module's state_dict,
@@ -72,14 +68,14 @@ class ModuleState:
     def parameter_names(self) -> dict[int, str]:
         """The name of each parameter by id(); the first name of a tied one."""
         names: dict[int, str] = {}
-        for key, parameter in self._module.named_parameters(remove_duplicate=False):
+        for key, parameter in self.module.named_parameters(remove_duplicate=False):
             name = f"{self.name}.{canonical(key)}"
             names.setdefault(id(parameter), self.mapped.name_of(name, parameter))
         return names
 
     def _live(self, guard: Guard) -> set[int]:
         live: set[int] = set()
-        for module in self._module.modules():
+        for module in self.module.modules():
             guard.watch_size(module._modules)
             for child in module._modules:
                 guard.watch_part(module._modules, child)
@@ -97,13 +93,13 @@ class ModuleState:
 
     def _entries(self) -> dict[str, Any]:
         """Its state_dict, with the live tensors."""
-        if units_of(self._module):
-            return entries_of(self._module)
-        return self._module.state_dict(keep_vars=True)
+        if units_of(self.module):
+            return entries_of(self.module)
+        return self.module.state_dict(keep_vars=True)
 
     def _own_entries(self) -> dict[str, tuple[str, Any]]:
         """Canonical name → (name, value) of what is no live tensor."""
-        live = {id(tensor) for tensor in (*self._module.parameters(), *self._module.buffers())}
+        live = {id(tensor) for tensor in (*self.module.parameters(), *self.module.buffers())}
         entries = self._entries().items()
         return {
             canonical(key): (key, value.detach() if isinstance(value, torch.Tensor) else value)
@@ -112,13 +108,13 @@ class ModuleState:
         }
 
     def _load(self, entries: dict[str, Any]) -> None:
-        if units_of(self._module):
+        if units_of(self.module):
             raise Unsupported(
                 f"restoring {self.name!r}: FSDP1 gathers all parameters to load what modules keep "
                 f"beside them (extra state), {sorted(entries)}. Use FSDP2"
             )
         names = {key: name for key, (name, _) in self._own_entries().items()}
-        self._module.load_state_dict(
+        self.module.load_state_dict(
             {names[key]: value for key, value in entries.items()}, strict=False
         )
 
