@@ -154,7 +154,7 @@ def test_a_sparse_embedding_that_nobody_trains_is_taken(store):
 
 def test_one_optimizer_under_two_names(store):
     state = build(1)
-    with pytest.raises(Unsupported, match="'twin' is the same optimizer as 'optimizer'"):
+    with pytest.raises(Unsupported, match="has two optimizers, 'optimizer' and 'twin'"):
         Checkpointer(store, {**state, "twin": state["optimizer"]}, strategy="log")
 
 

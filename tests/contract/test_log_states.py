@@ -192,7 +192,8 @@ def test_parameters_of_two_optimizers(store):
         train(state)
         state["second"].step()
 
-    check_run(store, make, step, "brrrrrrr")
+    check_run(store, make, step, "bbbbbbbb", strategy="auto", base_every=None)
+    assert "has two optimizers" in Store(store).manifest(8).capture["auto"]["reason"]
 
 
 def test_parameters_that_no_module_has_are_in_bases_only(store):

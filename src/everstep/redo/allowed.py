@@ -46,19 +46,18 @@ def why_not_allowed(
     `modules`: of the state, by name. `added`: classes on the user's word."""
     if not optimizers:
         return "a log records what optimizers consume, and the state has none"
-    seen: dict[int, str] = {}
+    owners: dict[int, str] = {}
     for state in optimizers:
-        if twin := seen.get(id(state.optimizer)):
-            return f"{state.name!r} is the same optimizer as {twin!r}"
-        seen[id(state.optimizer)] = state.name
+        for _, name, parameter, _ in state.parameters():
+            if (owner := owners.setdefault(id(parameter), state.name)) != state.name:
+                return f"{name!r} has two optimizers, {owner!r} and {state.name!r}"
         problem = f"is in a {state.wrapper}, which has state of its own" if state.wrapper else None
         if problem := problem or _why_not(state, {*_ALLOWED, *added}):
             return f"{state.name!r} {problem}"
-    owned = {id(p) for state in optimizers for _, _, p, _ in state.parameters()}
     for name, module in modules.items():
         for path, part in module.named_modules(prefix=name):
             is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
-            if is_sparse and part.weight.requires_grad and id(part.weight) in owned:
+            if is_sparse and part.weight.requires_grad and id(part.weight) in owners:
                 return f"{path!r} was made with sparse=True, and no record holds sparse gradients"
     return None
 
@@ -98,21 +97,13 @@ def _unwrapped(step: Any) -> Any:
 
 
 def why_coupled(optimizers: list[OptimizerState]) -> str | None:
-    """Return why an update may depend on other parameters; None where a call of step() may be made
-    in several, each with the gradients of some: a replay steps those that a spread base has of an
-    earlier step. Known of torch's own optimizers, and not of a class that nobody knows."""
-    if not optimizers:
-        return "the state has no optimizer"
-    seen: set[int] = set()
+    """Return why an update of what is recorded may depend on other parameters; None where a call of
+    step() may be made in several, each with the gradients of some: a replay steps those that a
+    spread base has of an earlier step. Known of torch's own optimizers, and not of a class that
+    nobody knows."""
     for optimizer in optimizers:
         if problem := _coupling(optimizer.optimizer):
             return f"{optimizer.name!r} {problem}"
-        for _, name, parameter, _ in optimizer.parameters():
-            if id(parameter) in seen:
-                return f"{name!r} has two optimizers"
-            if optimizer.mapped.split(parameter) is not None:
-                return f"{name!r} is boxes of other tensors"
-            seen.add(id(parameter))
     parameters = (p for each in optimizers for _, _, p, _ in each.parameters())
     if any(overlapping(enumerate(parameters))):  # the order of their updates may matter then
         return "parameters share memory"
@@ -122,8 +113,6 @@ def why_coupled(optimizers: list[OptimizerState]) -> str | None:
 def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
     """What lets an update of a parameter depend on others."""
     kind = type(optimizer)
-    if is_redundancy_free(optimizer):
-        return "is a ZeroRedundancyOptimizer, which updates for other ranks"
     if not is_torchs(kind) or kind is torch.optim.LBFGS:
         return f"is a {kind.__qualname__}, which may couple parameters"
     for group in optimizer.param_groups:

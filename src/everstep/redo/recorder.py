@@ -137,8 +137,6 @@ class Recorder:
         owners = {each.name: each.index for each in optimizers}
         self._rolling = RollingDigests(owners, rank, is_full=is_full)
         self._bytes_max = 0
-        self._has_shared = False
-        """Whether optimizers have parameters in common."""
         self._early: set[int] = set()
         """Optimizers whose update has begun, before their step() is called."""
         self.settle: Callable[[Mapping[str, Gradient]], Set[str]] | None = None
@@ -157,7 +155,6 @@ class Recorder:
         self._recording.set(True, pre_clip=self._pre_clip)
         parameters = [p for optimizer in self._optimizers for _, _, p, _ in optimizer.parameters()]
         self._bytes_max = _UPDATES_MAX * sum(parameter.nbytes for parameter in parameters)
-        self._has_shared = len(set(map(id, parameters))) < len(parameters)
         for optimizer in self._optimizers:
             self._fingerprints[optimizer.index] = Fingerprint(
                 optimizer.tensors(), self._turn, is_full=self._is_full, follows=True
@@ -249,12 +246,9 @@ class Recorder:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
             self._close(call)
-        if self._has_shared:
-            self._at_base.clear()
-        for other in self._optimizers if self._has_shared else (optimizer,):
-            self._turn += 1
-            if known := self._fingerprints.get(other.index):
-                self._fingerprints[other.index] = known.again(self._turn)
+        self._turn += 1
+        if known := self._fingerprints.get(optimizer.index):
+            self._fingerprints[optimizer.index] = known.again(self._turn)
 
     def take(self) -> Taken:
         """What came since the last `take`, which is forgotten here. Raises Unsupported where it is

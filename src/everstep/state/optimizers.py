@@ -345,15 +345,9 @@ class OptimizerState:
         state: dict[str, Any] = {}
         for key in dict.fromkeys(key for own in keys.values() for key in own):
             full = {each: f"{self.name}.{each}.{key}" for each in names}
-            absent = [each for each in names if full[each] not in placement.saved.tensors]
-            if absent:
-                others = [each for each in names if each not in absent]
-                placement.problems.append(
-                    f"state: {others[0]!r} and {absent[0]!r} are in one parameter, {name!r}, and "
-                    f"in the checkpoint only the first has {key!r} in {self.name!r}"
-                    if others
-                    else f"missing: the checkpoint has no tensor {full[absent[0]]!r}"
-                )
+            if absent := [each for each in full.values() if each not in placement.saved.tensors]:
+                problem = f"missing: the checkpoint has no tensor {absent[0]!r}"
+                placement.problems.append(problem)
                 continue
             first = names[0]
             is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][first]])
