@@ -52,7 +52,7 @@ class Rebuilt:
             classes = {call["optimizer"]: call["class"] for call in chain.calls}
             if goes_on:
                 classes |= chain.last.manifest.classes
-            self._optimizers = _optimizers(candidate, chain, classes, self._tensors)
+            self._optimizers = self._built(classes)
             self._records = Records(
                 candidate,
                 chain,
@@ -100,6 +100,65 @@ class Rebuilt:
                         found[f"{optimizer.name}.{parameter_name}.{key}"] = value
         return found
 
+    def _built(self, classes: Mapping[str, str]) -> dict[str, OptimizerState]:
+        """Optimizers of these classes, by name, as they are at the base once it is filled."""
+        tables = optimizers_of(self._base.tables)
+        if lost := sorted(classes.keys() - tables.keys()):
+            raise Corrupt(
+                f"replaying {self._candidate.name}: its base has no optimizer {lost[0]!r}"
+            )
+        rows = enumerate(classes.items())
+        return {key: self._optimizer(key, kind, i, tables[key]) for i, (key, kind) in rows}
+
+    def _optimizer(
+        self, name: str, kind: str, index: int, table: Mapping[str, Any]
+    ) -> OptimizerState:
+        manifest, tensors = self._base.manifest, self._tensors
+        module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
+        cls = getattr(torch.optim, class_name, None)
+        if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
+            raise Unsupported(
+                f"replaying without the program: {name!r} is a {kind}, and only torch's own "
+                f"optimizers can be built then. Restore the whole step there instead"
+            )
+        sets = manifest.hyperparameters[name]
+        if any(values.get("capturable") for values in sets):
+            raise Unsupported(
+                f"replaying without the program: {name!r} is capturable, and torch steps such an "
+                f"optimizer on a GPU only. Restore the whole step there instead"
+            )
+        members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
+        for parameter, number in table["groups"].items():
+            members[number].append(parameter)
+            leaf = tensors[parameter]
+            leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+            if leaf.requires_grad and hasattr(leaf, "grad_dtype"):
+                leaf.grad_dtype = None  # whatever the record has
+        groups = [{"params": [tensors[key] for key in keys]} for keys in members.values()]
+        optimizer = cls(groups)
+        if kind.startswith(OFFLOADED):
+            optimizer = OffloadedOptimizer(cls, groups)
+            optimizer.in_process = True
+
+        def tensor(key: str, _: str) -> torch.Tensor:
+            return tensors[key]
+
+        for group, values in zip(optimizer.param_groups, sets, strict=True):
+            install(group, {key: decode(value, tensor) for key, value in values.items()})
+        plain = (manifest.objects.get(name) or {}).get("state", {})
+        optimizer.state.clear()
+        for parameter in table["groups"]:
+            state = {
+                key: tensors[f"{name}.{parameter}.{key}"]
+                for key in table["state"].get(parameter, ())
+            }
+            state |= decode(plain[parameter], tensor) if parameter in plain else {}
+            if state:
+                optimizer.state[tensors[parameter]] = state
+        found = OptimizerState(name, optimizer, index)
+        found.parameter_names = {id(tensors[parameter]): parameter for parameter in table["groups"]}
+        return found
+
     def _fill_rest(
         self, tensors: Mapping[str, TensorEntry], names: Set[str], versions: Sequence[Version]
     ) -> None:
@@ -140,73 +199,3 @@ def _places(
         for whole in {each.spec.name: each for each in tensors.values()}.values()
         if (names is None or whole.spec.name in names) and not is_brought(whole, but)
     }
-
-
-def _optimizers(
-    candidate: Candidate,
-    chain: Chain,
-    classes: Mapping[str, str],
-    tensors: Mapping[str, torch.Tensor],
-) -> dict[str, OptimizerState]:
-    """Those of these classes, by name, as they are at the base once `tensors` are filled."""
-    tables = optimizers_of(chain.base.tables)
-    found = {}
-    for index, (key, kind) in enumerate(classes.items()):
-        if key not in tables:
-            raise Corrupt(f"replaying {candidate.name}: its base has no optimizer {key!r}")
-        found[key] = _optimizer(key, kind, index, tables[key], chain, tensors)
-    return found
-
-
-def _optimizer(
-    name: str,
-    kind: str,
-    index: int,
-    table: Mapping[str, Any],
-    chain: Chain,
-    tensors: Mapping[str, torch.Tensor],
-) -> OptimizerState:
-    manifest = chain.base.manifest
-    module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
-    cls = getattr(torch.optim, class_name, None)
-    if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
-        raise Unsupported(
-            f"replaying without the program: {name!r} is a {kind}, and only torch's own optimizers "
-            f"can be built then. Restore the whole step there instead"
-        )
-    sets = manifest.hyperparameters[name]
-    if any(values.get("capturable") for values in sets):
-        raise Unsupported(
-            f"replaying without the program: {name!r} is capturable, and torch steps such an "
-            f"optimizer on a GPU only. Restore the whole step there instead"
-        )
-    members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
-    for parameter, number in table["groups"].items():
-        members[number].append(parameter)
-        leaf = tensors[parameter]
-        leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
-        if leaf.requires_grad and hasattr(leaf, "grad_dtype"):
-            leaf.grad_dtype = None  # whatever the record has
-    groups = [{"params": [tensors[key] for key in keys]} for keys in members.values()]
-    optimizer = cls(groups)
-    if kind.startswith(OFFLOADED):
-        optimizer = OffloadedOptimizer(cls, groups)
-        optimizer.in_process = True
-
-    def tensor(key: str, _: str) -> torch.Tensor:
-        return tensors[key]
-
-    for group, values in zip(optimizer.param_groups, sets, strict=True):
-        install(group, {key: decode(value, tensor) for key, value in values.items()})
-    plain = (manifest.objects.get(name) or {}).get("state", {})
-    optimizer.state.clear()
-    for parameter in table["groups"]:
-        state = {
-            key: tensors[f"{name}.{parameter}.{key}"] for key in table["state"].get(parameter, ())
-        }
-        state |= decode(plain[parameter], tensor) if parameter in plain else {}
-        if state:
-            optimizer.state[tensors[parameter]] = state
-    found = OptimizerState(name, optimizer, index)
-    found.parameter_names = {id(tensors[parameter]): parameter for parameter in table["groups"]}
-    return found
