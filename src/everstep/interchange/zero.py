@@ -49,10 +49,12 @@ def tag_of(folder: Path) -> Path | None:
 
 
 @dataclass(slots=True)
-class _Trained:
-    """What the ranks have of parameters: by name its shape and group, and by key of the state
-    ("fp32": itself) its parts, or the one number of all."""
+class _Reader:
+    """Brings into a draft what the ranks have of parameters: by name its shape and group, and by
+    key of the state ("fp32": itself) its parts, or the one number of all."""
 
+    draft: Draft
+    options: Options
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict)
@@ -77,6 +79,151 @@ class _Trained:
         parts = self.parts[name][key]
         return Found(self.dtypes[key], self.shapes[name], parts, (name, key))
 
+    def add_partitions(self, ranks: Sequence[Any], states: Sequence[Any]) -> None:
+        own = [each["optimizer_state_dict"] for each in ranks]
+        stage = own[0]["zero_stage"]
+        stage = stage.args[0] if isinstance(stage, Inert) else stage
+        shapes = [dict(each) for each in states[0]["param_shapes"]]
+        count = own[0]["partition_count"]
+        if (max(count) if isinstance(count, list) else count) != len(own):
+            raise Corrupt(
+                f"importing {self.draft.where}: it is of {count} ranks, and has {len(own)} files"
+            )
+        read = self._read_stage3 if stage == 3 else self._read_stages_1_and_2
+        read(own, shapes)
+        base = own[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        groups = base["param_groups"]
+        self._set_groups(shapes, groups)
+        self._add_module(states)
+        self._add_state(groups)
+        self._add_engine(states[0], own[0])
+
+    def _read_stages_1_and_2(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
+        for group, own in enumerate(shapes):
+            self.shapes |= {name: tuple(shape) for name, shape in own.items()}
+            done = dict.fromkeys(own, 0)
+            for rank in ranks:
+                row = {_WEIGHT: rank["single_partition_of_fp32_groups"][group]}
+                state = rank["base_optimizer_state"]
+                if not isinstance(state, dict):
+                    raise Unsupported("reading ZeRO's elastic checkpoints: save without them")
+                row |= state["state"].get(group, {})
+                for name, address in rank["param_slice_mappings"][group].items():
+                    at, count = address.get("start"), address.get("numel")
+                    self.add(name, row, done[name], at, count)
+                    done[name] += count
+
+    def _read_stage3(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
+        for group, own in enumerate(shapes):
+            at = 0
+            for name, shape in own.items():
+                self.shapes[name] = tuple(shape)
+                size = prod(shape)
+                share = -(-size // len(ranks))
+                for rank, said in enumerate(ranks):
+                    row = {_WEIGHT: said["fp32_flat_groups"][group]}
+                    row |= said["optimizer_state_dict"]["state"].get(group, {})
+                    start = min(rank * share, size)
+                    self.add(name, row, start, at, min(share, size - start))
+                at += share
+
+    def _set_groups(self, shapes: Sequence[Any], groups: Sequence[Any]) -> None:
+        """A group's numbers are those of rows; of stage 3 it may have several."""
+        of = {row: index for index, group in enumerate(groups) for row in group["params"]}
+        for row, own in enumerate(shapes):
+            self.groups |= dict.fromkeys(own, of[row])
+
+    def _add_module(self, states: Sequence[Any]) -> None:
+        """The fp32 weights, and from the module what no optimizer has: frozen ones and buffers."""
+        weights = {name: self.tensor(name, _WEIGHT) for name in self.parts}
+        weights |= dict(self._rest(states))
+        self.draft.add_weights(self.options.part, weights)
+        shared = states[0].get("shared_params") or {}
+        for name, of in shared.items():
+            if of in weights and name not in weights:
+                first = self.draft.full_name(self.options.part, of)
+                self.draft.aliases.setdefault(first, []).append(f"{self.options.part}.{name}")
+
+    def _rest(self, states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
+        said, shared = states[0], states[0].get("shared_params") or {}
+        fragments = [each.get("frozen_param_fragments") or {} for each in states]
+        for name, shape in (said.get("frozen_param_shapes") or {}).items():
+            rows, size = [each[name] for each in fragments], prod(shape)
+            if len(rows[0].shape) != 1 or len(states) == 1:
+                yield name, rows[0]
+                continue
+            parts, share = [], rows[0].shape[0]
+            for rank, row in enumerate(rows):
+                start = min(rank * share, size)
+                parts += row.flat(tuple(shape), start, 0, min(share, size - start))
+            yield name, Found(rows[0].dtype, tuple(shape), parts, name)
+        buffers = set(said.get("buffer_names") or ())
+        for name, tensor in (said.get("module") or {}).items():
+            if name in buffers and name not in self.shapes and name not in shared:
+                yield name, tensor
+
+    def _add_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        if not self.options.wants("optimizer"):
+            return
+        state: dict[str, dict[str, Any]] = {}
+        for name, keys in self.parts.items():
+            state[name] = {key: self.tensor(name, key) for key in keys if key != _WEIGHT}
+            state[name] |= self.numbers.get(name, {})
+        members: list[list[str]] = [[] for _ in groups]
+        for name, index in self.groups.items():
+            members[index].append(name)
+        named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
+        names = {name: self.draft.full_name(self.options.part, name) for name in self.groups}
+        self.draft.add_optimizer("optimizer", {"state": state, "param_groups": named}, names)
+
+    def _add_engine(self, state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
+        """What the engine counts. Micro-steps are counted from one update to the next."""
+        if not self.options.wants("engine"):
+            return
+        scaler = optimizer.get("loss_scaler")
+        known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
+        plain = {key: each for key, each in known.items() if type(each) in (int, float, bool)}
+        said = {name: state.get(name, 0) for name in _COUNTERS} | {"micro_steps": 0}
+        self.draft.add_object(
+            "engine", said | {"lr_scheduler": state.get("lr_scheduler"), "loss_scaler": plain}
+        )
+
+    def add_universal(self, tag: Path, state: Mapping[str, Any]) -> None:
+        """Each parameter has a folder, of a file for itself and for each tensor of its state."""
+        said = archives.load(tag / "zero" / "optimizer_state.pt")
+        shapes = [dict(each) for each in state["param_shapes"]]
+        common = (said.get("optimizer_state_dict") or {}).get("state") or {}
+        for row, own in enumerate(shapes):
+            numbers = {
+                k: v for k, v in common.get(row, {}).items() if getattr(v, "shape", ()) == ()
+            }
+            for name, shape in own.items():
+                if not _TAG.fullmatch(name):
+                    raise Corrupt(f"importing {tag}: it has a parameter {name!r:.80}")
+                self.shapes[name] = tuple(shape)
+                self.numbers[name] = dict(numbers)
+                for path in sorted((tag / "zero" / name).glob("*.pt")):
+                    value = archives.load(path)
+                    value = value["param"] if isinstance(value, dict) else value
+                    if isinstance(value, Found) and path.stem != "step":
+                        self.put(name, path.stem, value.dtype, value.parts)
+                    else:
+                        self.numbers[name][path.stem] = value
+        self._set_groups(shapes, said["param_groups"])
+        self._add_module([state])
+        self._add_state(said["param_groups"])
+        self._add_engine(state, said)
+
+    def add_plain(self, state: Mapping[str, Any]) -> None:
+        """Of an engine without ZeRO."""
+        self.draft.add_weights(self.options.part, state["module"])
+        if state.get("optimizer") and self.options.wants("optimizer"):
+            add_optimizer(
+                self.draft, "optimizer", state["optimizer"], [self.options.part], self.options
+            )
+        if state.get("lr_scheduler"):
+            self.draft.try_object("scheduler", state["lr_scheduler"])
+
 
 def read_zero(folder: Path, options: Options) -> Draft:
     """Raises Missing, Corrupt, Unsupported."""
@@ -89,13 +236,13 @@ def read_zero(folder: Path, options: Options) -> Draft:
     states = [archives.load(path) for path in models if "_expert_" not in path.name]
     if len(states) != len(models) or not states:
         raise Unsupported(f"importing {tag}: experts of DeepSpeed's own are not known here")
-    files = _files(tag)
+    reader, files = _Reader(draft, options), _files(tag)
     if is_universal:
-        _add_universal(draft, tag, states[0], options)
+        reader.add_universal(tag, states[0])
     elif files:
-        _add_partitions(draft, [archives.load(path) for path in files], states, options)
+        reader.add_partitions([archives.load(path) for path in files], states)
     else:
-        _add_plain(draft, states[0], options)
+        reader.add_plain(states[0])
     draft.step = states[0].get("global_steps")
     return draft
 
@@ -111,165 +258,3 @@ def _files(tag: Path) -> list[Path]:
     if sorted(found) != list(range(len(found))):
         raise Corrupt(f"importing {tag}: files of some ranks are not there")
     return [found[rank] for rank in sorted(found)]
-
-
-def _add_partitions(
-    draft: Draft, ranks: Sequence[Any], states: Sequence[Any], options: Options
-) -> None:
-    own = [each["optimizer_state_dict"] for each in ranks]
-    stage = own[0]["zero_stage"]
-    stage = stage.args[0] if isinstance(stage, Inert) else stage
-    shapes = [dict(each) for each in states[0]["param_shapes"]]
-    count = own[0]["partition_count"]
-    if (max(count) if isinstance(count, list) else count) != len(own):
-        raise Corrupt(f"importing {draft.where}: it is of {count} ranks, and has {len(own)} files")
-    trained = _Trained()
-    read = _read_stage3 if stage == 3 else _read_stages_1_and_2
-    read(trained, own, shapes)
-    base = own[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-    groups = base["param_groups"]
-    _set_groups(trained, shapes, groups)
-    _add_module(draft, trained, states, options)
-    _add_state(draft, trained, groups, options)
-    _add_engine(draft, states[0], own[0], options)
-
-
-def _read_stages_1_and_2(
-    trained: _Trained, ranks: Sequence[Any], shapes: Sequence[Mapping[str, Any]]
-) -> None:
-    for group, own in enumerate(shapes):
-        trained.shapes |= {name: tuple(shape) for name, shape in own.items()}
-        done = dict.fromkeys(own, 0)
-        for rank in ranks:
-            row = {_WEIGHT: rank["single_partition_of_fp32_groups"][group]}
-            state = rank["base_optimizer_state"]
-            if not isinstance(state, dict):
-                raise Unsupported("reading ZeRO's elastic checkpoints: save without them")
-            row |= state["state"].get(group, {})
-            for name, address in rank["param_slice_mappings"][group].items():
-                at, count = address.get("start"), address.get("numel")
-                trained.add(name, row, done[name], at, count)
-                done[name] += count
-
-
-def _read_stage3(
-    trained: _Trained, ranks: Sequence[Any], shapes: Sequence[Mapping[str, Any]]
-) -> None:
-    for group, own in enumerate(shapes):
-        at = 0
-        for name, shape in own.items():
-            trained.shapes[name] = tuple(shape)
-            size = prod(shape)
-            share = -(-size // len(ranks))
-            for rank, said in enumerate(ranks):
-                row = {_WEIGHT: said["fp32_flat_groups"][group]}
-                row |= said["optimizer_state_dict"]["state"].get(group, {})
-                start = min(rank * share, size)
-                trained.add(name, row, start, at, min(share, size - start))
-            at += share
-
-
-def _set_groups(
-    trained: _Trained, shapes: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
-) -> None:
-    """A group's numbers are those of rows; of stage 3 it may have several."""
-    of = {row: index for index, group in enumerate(groups) for row in group["params"]}
-    for row, own in enumerate(shapes):
-        trained.groups |= dict.fromkeys(own, of[row])
-
-
-def _add_module(draft: Draft, trained: _Trained, states: Sequence[Any], options: Options) -> None:
-    """The fp32 weights, and from the module what no optimizer has: frozen ones and buffers."""
-    weights = {name: trained.tensor(name, _WEIGHT) for name in trained.parts}
-    weights |= dict(_rest(trained, states))
-    draft.add_weights(options.part, weights)
-    shared = states[0].get("shared_params") or {}
-    for name, of in shared.items():
-        if of in weights and name not in weights:
-            first = draft.full_name(options.part, of)
-            draft.aliases.setdefault(first, []).append(f"{options.part}.{name}")
-
-
-def _rest(trained: _Trained, states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
-    said, shared = states[0], states[0].get("shared_params") or {}
-    fragments = [each.get("frozen_param_fragments") or {} for each in states]
-    for name, shape in (said.get("frozen_param_shapes") or {}).items():
-        rows, size = [each[name] for each in fragments], prod(shape)
-        if len(rows[0].shape) != 1 or len(states) == 1:
-            yield name, rows[0]
-            continue
-        parts, share = [], rows[0].shape[0]
-        for rank, row in enumerate(rows):
-            start = min(rank * share, size)
-            parts += row.flat(tuple(shape), start, 0, min(share, size - start))
-        yield name, Found(rows[0].dtype, tuple(shape), parts, name)
-    buffers = set(said.get("buffer_names") or ())
-    for name, tensor in (said.get("module") or {}).items():
-        if name in buffers and name not in trained.shapes and name not in shared:
-            yield name, tensor
-
-
-def _add_state(
-    draft: Draft, trained: _Trained, groups: Sequence[Mapping[str, Any]], options: Options
-) -> None:
-    if not options.wants("optimizer"):
-        return
-    state: dict[str, dict[str, Any]] = {}
-    for name, keys in trained.parts.items():
-        state[name] = {key: trained.tensor(name, key) for key in keys if key != _WEIGHT}
-        state[name] |= trained.numbers.get(name, {})
-    members: list[list[str]] = [[] for _ in groups]
-    for name, index in trained.groups.items():
-        members[index].append(name)
-    named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
-    names = {name: draft.full_name(options.part, name) for name in trained.groups}
-    draft.add_optimizer("optimizer", {"state": state, "param_groups": named}, names)
-
-
-def _add_engine(
-    draft: Draft, state: Mapping[str, Any], optimizer: Mapping[str, Any], options: Options
-) -> None:
-    """What the engine counts. Micro-steps are counted from one update to the next."""
-    if not options.wants("engine"):
-        return
-    scaler = optimizer.get("loss_scaler")
-    known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
-    plain = {key: each for key, each in known.items() if type(each) in (int, float, bool)}
-    said = {name: state.get(name, 0) for name in _COUNTERS} | {"micro_steps": 0}
-    draft.add_object(
-        "engine", said | {"lr_scheduler": state.get("lr_scheduler"), "loss_scaler": plain}
-    )
-
-
-def _add_universal(draft: Draft, tag: Path, state: Mapping[str, Any], options: Options) -> None:
-    """Each parameter has a folder, of a file for itself and for each tensor of its state."""
-    said = archives.load(tag / "zero" / "optimizer_state.pt")
-    trained, shapes = _Trained(), [dict(each) for each in state["param_shapes"]]
-    common = (said.get("optimizer_state_dict") or {}).get("state") or {}
-    for row, own in enumerate(shapes):
-        numbers = {k: v for k, v in common.get(row, {}).items() if getattr(v, "shape", ()) == ()}
-        for name, shape in own.items():
-            if not _TAG.fullmatch(name):
-                raise Corrupt(f"importing {tag}: it has a parameter {name!r:.80}")
-            trained.shapes[name] = tuple(shape)
-            trained.numbers[name] = dict(numbers)
-            for path in sorted((tag / "zero" / name).glob("*.pt")):
-                value = archives.load(path)
-                value = value["param"] if isinstance(value, dict) else value
-                if isinstance(value, Found) and path.stem != "step":
-                    trained.put(name, path.stem, value.dtype, value.parts)
-                else:
-                    trained.numbers[name][path.stem] = value
-    _set_groups(trained, shapes, said["param_groups"])
-    _add_module(draft, trained, [state], options)
-    _add_state(draft, trained, said["param_groups"], options)
-    _add_engine(draft, state, said, options)
-
-
-def _add_plain(draft: Draft, state: Mapping[str, Any], options: Options) -> None:
-    """Of an engine without ZeRO."""
-    draft.add_weights(options.part, state["module"])
-    if state.get("optimizer") and options.wants("optimizer"):
-        add_optimizer(draft, "optimizer", state["optimizer"], [options.part], options)
-    if state.get("lr_scheduler"):
-        draft.try_object("scheduler", state["lr_scheduler"])
