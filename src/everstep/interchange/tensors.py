@@ -5,7 +5,7 @@ its elements do not lie in order, for the tensor and what it is a view of.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -84,20 +84,15 @@ class Found:
 
     @classmethod
     def whole(
-        cls,
-        dtype: str,
-        shape: Sequence[int],
-        blocks: Blocks,
-        memory: object,
-        lies: Stretch | None = None,
+        cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object = None
     ) -> "Found":
         """One that comes in one piece."""
-        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory, lies)
+        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
 
     @classmethod
     def at(cls, dtype: str, shape: Sequence[int], lies: Stretch, memory: object) -> "Found":
         """One that lies there, row-major."""
-        return cls.whole(dtype, shape, lies.blocks, memory, lies)
+        return replace(cls.whole(dtype, shape, lies.blocks, memory), lies=lies)
 
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
@@ -117,7 +112,7 @@ class Found:
     def of(cls, tensor: torch.Tensor) -> "Found":
         """One that is here."""
         view = bytes_of(tensor).numpy().data
-        return cls.whole(dtype_name(tensor.dtype), tensor.shape, lambda: iter([view]), None)
+        return cls.whole(dtype_name(tensor.dtype), tensor.shape, lambda: iter([view]))
 
     def is_equal_to(self, other: "Found") -> bool:
         """Whether both have the same bytes; mostly told by the first of them."""

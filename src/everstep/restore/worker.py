@@ -29,7 +29,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import ALL, Job
-from everstep.tiers.tier import Tier, tier_at
+from everstep.tiers.tier import tier_at
 
 if TYPE_CHECKING:
     from everstep.restore.replica import Replica
@@ -51,8 +51,7 @@ _Jobs = dict[CheckpointName, Sequence[Job]]
 class Worker:
     """Does what the keeper asks for, one thing after another."""
 
-    def __init__(self, disk: Tier, connection: socket.socket, replica: "Replica") -> None:
-        self._disk = disk
+    def __init__(self, connection: socket.socket, replica: "Replica") -> None:
         self._connection = connection
         self._replica = replica
         self._arenas: dict[tuple[int, int], Arena] = {}
@@ -136,8 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     watch = _Watch(connection)
     from everstep.restore.replica import Replica  # torch: slow
 
-    disk = tier_at(store)
-    worker = Worker(disk, connection, Replica(disk))
+    worker = Worker(connection, Replica(tier_at(store)))
     give_way()
     with contextlib.suppress(OSError, ValueError):
         while received := wire.receive(connection):

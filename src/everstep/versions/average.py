@@ -63,4 +63,4 @@ def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
     is_number = dtype.is_floating_point or dtype.is_complex
     sources = [(whole, name) for whole in (wholes if is_number else wholes[-1:])]
     make = joined if is_number else lambda tensors: tensors[0]
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, make), None)
+    return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, make))

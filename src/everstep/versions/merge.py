@@ -275,7 +275,7 @@ def _found_in(whole: Whole, name: str) -> Found:
     """A tensor of a checkpoint, read block by block."""
     spec = whole.entries[name].spec
     source = [(whole, name)]
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks(source, lambda own: own[0]), None)
+    return Found.whole(spec.dtype, spec.shape, lambda: blocks(source, lambda own: own[0]))
 
 
 def blocks(
