@@ -25,7 +25,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -85,7 +85,6 @@ from everstep.tiers.tier import Tier, tier_at
 log = logging.getLogger("everstep")
 
 Path = str | os.PathLike[str]
-T = TypeVar("T")
 
 PLANNER = "dcp.planner"
 """Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
@@ -222,7 +221,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         disk = tier_at(self.store)
         written = [each.storage_data for result in results for each in result]
         try:
-            self._publish(disk, self._name, metadata, written)
+            commit.publish(disk, self._manifest(disk, metadata, written))
         except BaseException:
             links = [link for each in written if each.part for link in each.part.packs]
             commit.discard_packs(disk, self._name, links)
@@ -277,13 +276,10 @@ class StorageWriter(_Storage, WriterOfDCP):
         disk = tier_at(self.store)
         return CheckpointName(self._next(disk)[1], catalog.newest_epoch(disk))
 
-    def _publish(
-        self,
-        disk: Tier,
-        name: CheckpointName,
-        metadata: Metadata,
-        written: Sequence[_Written],
-    ) -> None:
+    def _manifest(self, disk: Tier, metadata: Metadata, written: Sequence[_Written]) -> Manifest:
+        """Of what all have written. Raises Conflict, Mismatch, Unsupported."""
+        assert self._name
+        name = self._name
         if others := {each.name for each in written} - {name}:
             raise Conflict(
                 f"saving {name} to {disk.root}: some ranks took it for {sorted(others)[0]}, as "
@@ -296,7 +292,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         streams = [key for each in written for key in each.streams]
         said = {"data": metadata.planner_data, "streams": streams}
         objects[PLANNER] = encode(said, PLANNER, _no_tensors)
-        manifest = Manifest(
+        return Manifest(
             step=name.step,
             epoch=name.epoch,
             run=catalog.read_run(disk),
@@ -309,7 +305,6 @@ class StorageWriter(_Storage, WriterOfDCP):
             capture={"library": "torch.distributed.checkpoint"},
             index=index,
         )
-        commit.publish(disk, manifest)
 
 
 _last_packs: dict[str, tuple[CheckpointName, Sequence[FileLink]]] = {}
@@ -623,8 +618,8 @@ def _destination(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> Lo
     return LocalBox(box, target)
 
 
-def _done(value: T) -> Future[T]:
-    found: Future[T] = Future()
+def _done(value: Any) -> Future[Any]:
+    found: Future[Any] = Future()
     found.set_result(value)
     return found
 
