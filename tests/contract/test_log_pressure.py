@@ -22,7 +22,7 @@ from examples import slow
 def is_full(saver):
     """No slot is free, which only the keeper can change."""
     pool = saver._captures.pool
-    return pool._current[1].free_slot(pool._own_from) is None
+    return pool._current[1].free_slot() is None
 
 
 def is_waiting(saver):

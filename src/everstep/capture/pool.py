@@ -52,8 +52,6 @@ class Pool:
         self._inherited: list[tuple[str, Arena]] = []
         self._plans: dict[tuple[str, int], Plan] = {}
         self._sequence = 0
-        self._own_from = 0
-        """The first job of this process: those before it are a dead trainer's."""
         self.lent: Slot | None = None
         """The last that `acquire` gave, until it is in other hands."""
         self.on_release: Callable[[Arena], None] = lambda arena: None
@@ -112,7 +110,7 @@ class Pool:
         assert self._current
         key, arena = self._current
         with self._changed:
-            while (index := arena.free_slot(self._own_from)) is None:
+            while (index := arena.free_slot()) is None:
                 if not self._wait(since):
                     return None
                 self._await_keeper(since)
@@ -211,7 +209,6 @@ class Pool:
                 rows = (arena.row(slot) for slot in range(arena.slot_count))
                 newest = max((row.sequence for row in rows if row), default=0)
                 self._sequence = max(self._sequence, newest)
-                self._own_from = self._sequence + 1
                 continue
             arena.close()
         self._inherited = []

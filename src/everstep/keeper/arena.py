@@ -296,18 +296,11 @@ class Arena:
         with contextlib.suppress(OSError):  # else when nobody has
             self._map.madvise(mmap.MADV_REMOVE, PAGE_BYTES)
 
-    def newest_complete(self, known_from: int | None = None) -> int | None:
-        """The slot with the newest whole state, which must not be overwritten yet.
-
-        `known_from`: rows of this sequence and later ones are whole, as this process wrote them;
-        None: each is looked at.
-        """
+    def newest_complete(self) -> int | None:
+        """The slot with the newest whole state, which must not be overwritten yet."""
         newest_first = sorted(range(self.slot_count), key=self.sequence_of, reverse=True)
         for slot in newest_first:  # so that one row is verified at most, and not all
-            if self.state(slot) not in COMPLETE:
-                continue
-            is_known = known_from is not None and self.sequence_of(slot) >= known_from
-            if is_known or self.row(slot):
+            if self.state(slot) in COMPLETE and self.row(slot):
                 return slot
         return None
 
@@ -330,10 +323,10 @@ class Arena:
             elif state is SlotState.CAPTURING or (state in COMPLETE and self.row(slot) is None):
                 self.set_state(slot, SlotState.FREE)
 
-    def free_slot(self, known_from: int | None = None) -> int | None:
+    def free_slot(self) -> int | None:
         """A slot for the next capture: it holds nothing that has still to be written, and not the
-        newest whole state. `known_from`: see `newest_complete`."""
-        newest = self.newest_complete(known_from)
+        newest whole state."""
+        newest = self.newest_complete()
         for slot in range(self.slot_count):
             if slot != newest and self.state(slot) in _REUSABLE:
                 return slot
