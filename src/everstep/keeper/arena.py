@@ -208,7 +208,6 @@ class Arena:
         self.set_state(slot, SlotState.ANNOUNCED)
 
     def _describe(self, slot: int, row: Row, table: bytes, descriptor: bytes) -> None:
-        """The table is copied only where the slot does not hold it already."""
         assert row.table_size == len(table)
         assert row.descriptor_size == len(descriptor)
         if len(table) + len(descriptor) > self.documents_size:
@@ -218,8 +217,7 @@ class Arena:
             )
         at = self._slot_at(slot)
         end = at + len(table)
-        if bytes(self.memory[at:end]) != table:  # a view would be compared item by item
-            self.memory[at:end] = table
+        self.memory[at:end] = table
         self.memory[end : end + len(descriptor)] = descriptor
         sizes = (row.image_size, row.table_size, row.descriptor_size)
         digest = self._digest(slot, row)
