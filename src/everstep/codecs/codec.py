@@ -37,9 +37,8 @@ def encode(codec: str, data: memoryview, item_size: int) -> bytes | None:
     if codec == ZSTD:
         found = zstd.encode(data)
         return found if len(found) <= WORTH * data.nbytes else None
-    if codec in (ZEROS, PLANES):
-        return planes.encode(data, item_size, entropy=codec == PLANES)
-    raise ValueError(f"there is no encoder {codec!r}")
+    assert codec in (ZEROS, PLANES)
+    return planes.encode(data, item_size, entropy=codec == PLANES)
 
 
 def name_of(encoder: str) -> str:

@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 from everstep.errors import KINDS, Corrupt, Unavailable
@@ -491,7 +492,7 @@ class Client:
             "id": -1,
             "protocol": wire.PROTOCOL,
             "token": self._token,
-            "keep": self._keep.to_json() if self._keep else None,
+            "keep": asdict(self._keep) if self._keep else None,
             "epoch": self._epoch,
             "replica": self._replica,
             "tiers": self._tiers,

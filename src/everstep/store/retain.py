@@ -8,7 +8,6 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
@@ -39,10 +38,6 @@ class Keep:
             raise ValueError(
                 f"Keep needs last >= 1 and every >= 0, not last={self.last}, every={self.every}"
             )
-
-    def to_json(self) -> dict[str, Any]:
-        """As it goes to the keeper."""
-        return {"last": self.last, "every": self.every, "tags": self.tags}
 
 
 def superfluous(
