@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -292,6 +294,31 @@ def test_an_immutable_one_that_changes_while_it_is_read_fails_the_save(local):
         replay.may_go_on.set()
         handle.wait(timeout=60)
     assert Store(local).steps() == [2]
+
+
+ENDS = """
+import concurrent.futures.thread as pools, sys, time, everstep
+
+class Replay:
+    version, immutable = 1, True
+    def stream(self):
+        yield "first", [bytes(5 << 20)]
+        while not pools._shutdown:
+            time.sleep(0.01)
+        yield "second", [bytes(20 << 20)]
+    def load_stream(self, content):
+        pass
+
+checkpointer = everstep.Checkpointer(sys.argv[1], {"replay": Replay()}, strategy="full")
+checkpointer.save(1)
+"""
+
+
+def test_a_program_that_ends_meanwhile_streams_to_its_end(local):
+    subprocess.run([sys.executable, "-c", ENDS, local], check=True, timeout=60)
+    end_keeper(local)
+    assert Store(local).steps() == [1]
+    assert Store(local).verify().ok
 
 
 def test_what_is_skipped_is_not_streamed(local):

@@ -484,10 +484,17 @@ class Tail:
 
     def _flush(self, in_flight: int) -> None:
         """Have the buffer written; blocks while there are more writes than that."""
-        full = self._buffers[0][: self._used]
-        self._writes.append(self._thread.submit(self._write, full, self._at))
-        self._at, self._used = self._at + self._used, 0
+        full, at = self._buffers[0][: self._used], self._at
+        try:
+            self._writes.append(self._thread.submit(self._write, full, at))
+        except RuntimeError:  # the program is ending, and with it all pools
+            self._settle(0)
+            self._write(full, at)
+        self._at, self._used = at + self._used, 0
         self._buffers.rotate(-1)
+        self._settle(in_flight)
+
+    def _settle(self, in_flight: int) -> None:
         while len(self._writes) > in_flight:
             self._writes.popleft().result()
 
