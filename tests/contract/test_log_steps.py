@@ -100,11 +100,6 @@ def test_parts_and_tensors_of_a_logged_step(store):
             check_same(after["optimizer"]["state"], before["optimizer"]["state"])
             assert restorer.restore(step, only=["optimizer"]) == step
             check_same(freeze(fresh), frozen[step])
-    with pytest.raises(Unsupported, match="nearest to it: 1 and 6"):
-        Store(store).read(3)
-    with pytest.raises(Unsupported, match="nearest to it: 6"):
-        Store(store).read()
-    assert Store(store).read(6)
 
 
 def test_a_part_of_a_log_into_buffers_of_any_kind(store):

@@ -126,18 +126,17 @@ class Store:
     ) -> dict[str, "torch.Tensor"]:
         """The tensors of a checkpoint (those in `names`, or all) by name, verified, on the CPU.
 
-        An alias (tied weights) may be asked for like a name. Raises Missing with the names that
-        are not there, Corrupt; Unsupported for a step that is a log, which takes a model and an
-        optimizer to be rebuilt.
+        An alias (tied weights) may be asked for like a name. The records of a log are replayed
+        first, in memory for the whole state. Raises Missing with the names that are not there,
+        Corrupt; Unsupported for a log that only its own program can replay.
         """
         from everstep.restore.load import Loader  # torch, which the rest does without
         from everstep.restore.whole import Whole
 
         name = catalog.find(self._disk, step)
         try:
-            state = self.state(str(name))
             with Loader() as loader:
-                return Whole(self._disk, name, loader, state).tensors(names)
+                return Whole(self._disk, name, loader, self._state(name)).tensors(names)
         except Corrupt as error:
             if catalog.is_there(self._disk, name):
                 raise
@@ -147,12 +146,11 @@ class Store:
         """The manifest of a checkpoint's whole state. Raises Missing, Corrupt; Unsupported for a
         step that is a log."""
         name = catalog.find(self._disk, step)
-        manifest = catalog.read_manifest(self._disk, name)
-        if not manifest.records:
-            return manifest
-        state = catalog.read_state(self._disk, name)
-        if state is None or state.records:
-            raise Unsupported(self._no_state(manifest))
+        if (state := self._state(name)) is None:
+            raise Unsupported(
+                f"looking for the state of step {name.step} of {self.path}: it is stored as redo "
+                f"records. Make it whole with: everstep materialize {self.path} {name.step}"
+            )
         return state
 
     def restore_plan(self, step: int | str | None = None) -> dict[str, int]:
@@ -203,29 +201,11 @@ class Store:
         """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
 
-    def _no_state(self, manifest: Manifest) -> str:
-        """Why a log cannot be read, and what can."""
-        name = manifest.name
-        behind = min(part.steps for part in catalog.read_chain(self._disk, name)[0].parts)
-        run = catalog.lineage(self._disk)
-        before = run if name in run else self._with_what_it_follows(name)
-        sides = (
-            (other for other in reversed(before) if other.step < name.step),
-            (other for other in run if other.step > name.step),
-        )
-        whole = [next(filter(self._is_whole, side), None) for side in sides]
-        nearest = " and ".join(f"{other.step}" for other in whole if other)
-        return (
-            f"reading step {name.step} of {self.path}: it is stored as the redo records since step "
-            f"{behind}, which Checkpointer.restore replays. Make it whole with: everstep "
-            f"materialize {self.path} {name.step}. Whole states nearest to it: {nearest or 'none'}"
-        )
-
-    def _is_whole(self, name: CheckpointName) -> bool:
-        if not catalog.read_manifest(self._disk, name).records:
-            return True
-        state = catalog.read_state(self._disk, name)
-        return state is not None and not state.records
+    def _state(self, name: CheckpointName) -> Manifest | None:
+        """That of a whole state, or of what a log step was made; None where that takes a replay."""
+        manifest = catalog.read_manifest(self._disk, name)
+        state = catalog.read_state(self._disk, name) if manifest.records else manifest
+        return None if state is None or state.records else state
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}
