@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from everstep.errors import Corrupt, Unavailable
+from everstep.errors import Unavailable
 from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import THREADS, Base, Encoder
@@ -53,17 +53,14 @@ class Share:
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> "Share | None":
-        """From a descriptor; None for one that is no part of a window. Raises Corrupt."""
+        """From a descriptor; None for one that is no part of a window."""
         share, record = said["share"], said["record"]
         if share is None:
             return None
-        try:
-            steps = tuple(int(step) for step in share["steps"])
-            calls = record["calls"] if record and len(steps) > 1 else share["calls"]
-            calls = None if calls is None else tuple(calls)
-            return cls(steps, calls, bool(share["ends"]), record is not None)
-        except (KeyError, TypeError, ValueError) as error:
-            raise Corrupt(f"reading a descriptor in the arena: {error!r}") from error
+        steps = tuple(share["steps"])
+        calls = record["calls"] if record and len(steps) > 1 else share["calls"]
+        calls = None if calls is None else tuple(calls)
+        return cls(steps, calls, share["ends"], record is not None)
 
     @property
     def publishes(self) -> bool:

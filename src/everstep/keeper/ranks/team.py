@@ -373,9 +373,6 @@ class Team:
 
     def _persist(self, first: NodeSave) -> None:
         """Commit a step, and with it the records that are gathered meanwhile."""
-        if self.writer.epoch is None:
-            self._end_save(first, Unavailable("saving: this trainer has claimed no epoch"))
-            return
         if self.writer.remote and (taken := self.writer.remote.conflict):
             self._end_save(first, taken)
             return
