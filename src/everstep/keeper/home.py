@@ -7,7 +7,6 @@ Who holds the lock is the store's only keeper; the socket is its own, whatever l
 import contextlib
 import fcntl
 import hashlib
-import logging
 import os
 import socket
 import stat
@@ -16,14 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from everstep.errors import Conflict, Unavailable
 from everstep.keeper import wire
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import name_of
-
-log = logging.getLogger("everstep")
 
 START_S = 20.0
 """How long a keeper may take until it listens."""
@@ -155,22 +153,20 @@ def spawn(store: Path | Url, idle_s: float, stop: threading.Event) -> None:
     source = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     options = ["--idle-s", str(idle_s), "--detach"]
-    at = endpoint(store)
-    output = _open_log(at.with_suffix(".log"))
+    log = endpoint(store).with_suffix(".log")
     try:
-        process = subprocess.Popen(
-            [sys.executable, *("-P", "-m", "everstep.keeper", name_of(store), *options)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd="/",
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,
-        )
+        with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
+            process = subprocess.Popen(
+                [sys.executable, *("-P", "-m", "everstep.keeper", name_of(store), *options)],
+                stdin=subprocess.DEVNULL,
+                stdout=output.fileno(),
+                stderr=output.fileno(),
+                cwd="/",
+                env={**os.environ, "PYTHONPATH": path},
+                start_new_session=True,
+            )
     except OSError as error:
         raise Unavailable(cannot_start(store, error)) from error
-    finally:
-        os.close(output)
     deadline = time.monotonic() + START_S
     while (status := process.poll()) is None and not stop.wait(0.002):
         if time.monotonic() > deadline:
@@ -188,14 +184,6 @@ def cannot_start(store: Path | Url, reason: object) -> str:
     with contextlib.suppress(Unavailable):
         text += f". Its log is {endpoint(store).with_suffix('.log')}"
     return text
-
-
-def _open_log(path: Path) -> int:
-    try:
-        return os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
-    except OSError as error:  # a keeper without a log is better than none
-        log.warning("the keeper's log %s: %s", path, error.strerror)
-        return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
 
 # ---- the keeper lives there ----------------------------------------------------------------------

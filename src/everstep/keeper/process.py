@@ -168,8 +168,6 @@ class Keeper:
 
     def _greet(self, connection: socket.socket) -> None:
         """Hear who a stranger is."""
-        if connection not in self._strangers:
-            return
         try:
             pid = wire.check_peer(connection)
             received = wire.receive(connection)
@@ -178,8 +176,6 @@ class Keeper:
             hello, fds = received
             _close(fds)
             self._attach(connection, pid, hello)
-        except BlockingIOError:
-            return
         except Exception as error:  # noqa: BLE001 - whatever a stranger says, the others are served
             log.warning("refused a connection: %r", error)
             self._dismiss(connection)
