@@ -13,10 +13,10 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
-from everstep.interchange.draft import Draft
+from everstep.interchange.draft import Draft, Options
 from everstep.interchange.generators import global_generators
 from everstep.interchange.tensors import Found
-from everstep.interchange.trees import Options, add_tree
+from everstep.interchange.trees import add_tree
 
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
@@ -29,7 +29,7 @@ _MODULES_MAX = 100_000
 def read_trainer(folder: Path, options: Options) -> Draft:
     """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
     installed transformers gives the model of config.json."""
-    draft = Draft(folder, "trainer")
+    draft = Draft(folder, "trainer", options)
     state = json.loads((folder / _TRAINER_STATE).read_bytes())
     tree: dict[str, Any] = {options.part: _weights(folder, "")}
     for name, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
@@ -38,7 +38,7 @@ def read_trainer(folder: Path, options: Options) -> Draft:
     tree["scaler"] = _file(folder / "scaler.pt")
     tree = {name: each for name, each in tree.items() if each}
     orders = _orders_of_trainer(folder) if "optimizer" in tree else None
-    add_tree(draft, tree, options, orders)
+    add_tree(draft, tree, orders)
     generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
     if options.wants("rng") and generators:
         draft.add_by_rank("rng", generators)
@@ -108,7 +108,7 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
             f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
             f"DCP). Save it as SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
-    draft = Draft(folder, "accelerate")
+    draft = Draft(folder, "accelerate", options)
     tree: dict[str, Any] = {}
     for name, read in (
         ("model", lambda number: _model(folder, number)),
@@ -120,7 +120,7 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
         numbered = {f"{name}.{number}": each for number, each in enumerate(found)}
         tree |= numbered if len(found) > 1 else dict.fromkeys([name] * len(found), *found)
     tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
-    add_tree(draft, tree, options, None if (folder / "pytorch_model.bin").is_file() else [])
+    add_tree(draft, tree, None if (folder / "pytorch_model.bin").is_file() else [])
     states = _by_rank(folder, "random_states", ".pkl")
     if options.wants("rng"):
         draft.add_by_rank("rng", [_of_accelerate(each) for each in states])
@@ -165,11 +165,11 @@ def _counted(read: Callable[[int], Any]) -> Iterator[Any]:
 
 def read_lightning(path: Path, options: Options) -> Draft:
     """Models, optimizers and schedulers as EverstepCallback has them."""
-    draft, said = Draft(path, "lightning"), archives.load(path)
+    draft, said = Draft(path, "lightning", options), archives.load(path)
     tree = {options.part: said["state_dict"]}
     tree |= {f"optimizer.{n}": each for n, each in enumerate(said.get("optimizer_states", ()))}
     tree |= {f"scheduler.{n}": each for n, each in enumerate(said.get("lr_schedulers", ()))}
-    add_tree(draft, tree, options)
+    add_tree(draft, tree)
     draft.step = said.get("global_step")
     return draft
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.interchange import archives, dcp, folders, safetensors, zero
-from everstep.interchange.draft import Draft
-from everstep.interchange.trees import Options, add_tree
+from everstep.interchange.draft import Draft, Options
+from everstep.interchange.trees import add_tree
 
 _NONSENSE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 _TIMES_MAX, _SPARE_BYTES = 4, 64 << 20
@@ -50,13 +50,13 @@ def _check_size(draft: Draft, path: Path) -> None:
 
 
 def _read_tree(kind: str, load: Callable[[Path], Any], path: Path, options: Options) -> Draft:
-    draft = Draft(path, kind)
-    add_tree(draft, load(path), options)
+    draft = Draft(path, kind, options)
+    add_tree(draft, load(path))
     return draft
 
 
 def _read_hf(path: Path, options: Options) -> Draft:
-    draft = Draft(path, "hf")
+    draft = Draft(path, "hf", options)
     draft.add_weights(options.part, safetensors.read_weights(path))
     return draft
 

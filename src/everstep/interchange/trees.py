@@ -1,7 +1,6 @@
 """A tree of state dicts, as people save it, and the parts of a checkpoint in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -16,25 +15,10 @@ _PARTS_MAX = 10_000
 _FLAT = {"state", "param_groups"}
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`part`: what a model is called that has no name in the source. `names`: of an optimizer's
-    parameters, in its order, where the source has numbers. `only`: of the parts these."""
-
-    part: str = "model"
-    names: Sequence[str] | None = None
-    only: Sequence[str] = ()
-
-    def wants(self, part: str) -> bool:
-        """Whether that one is to be taken."""
-        return not self.only or any(f"{part}.".startswith(f"{one}.") for one in self.only)
-
-
-def add_tree(
-    draft: Draft, tree: Any, options: Options, orders: Sequence[Sequence[str]] | None = None
-) -> None:
+def add_tree(draft: Draft, tree: Any, orders: Sequence[Sequence[str]] | None = None) -> None:
     """The parts of what people save: a model's state dict, or a dict of several things. `orders`:
     in which the parameters of an optimizer may be; None: as weights are, or by how people group."""
+    options = draft.options
     if is_weights(tree):
         draft.add_weights(options.part, bare(tree))
         return
@@ -52,7 +36,7 @@ def add_tree(
         if draft.step is None and name in _STEPS and type(each) is int:
             draft.step = each
         elif is_optimizer(each):
-            add_optimizer(draft, name, each, models, options, orders)
+            add_optimizer(draft, name, each, models, orders)
         elif name not in models:
             draft.try_object(name, taken(each) if name == RNG else each)
     draft.find_ties()
@@ -63,7 +47,6 @@ def add_optimizer(
     name: str,
     state: Mapping[str, Any],
     models: Sequence[str],
-    options: Options,
     orders: Sequence[Sequence[str]] | None = None,
 ) -> None:
     """One of these models' optimizers. Raises Unsupported where none fits."""
@@ -71,7 +54,7 @@ def add_optimizer(
     errors, twins = [], draft.twins()
     for model, but in product(models, [{}, twins] if twins else [{}]):
         try:
-            given = orders if options.names is None else [options.names]
+            given = orders if draft.options.names is None else [draft.options.names]
             found = find_names(state, draft.shapes(model, but), given, what)
         except Unsupported as error:
             errors.append(error)

@@ -17,10 +17,10 @@ from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import archives
-from everstep.interchange.draft import Draft
+from everstep.interchange.draft import Draft, Options
 from everstep.interchange.pickles import Inert
 from everstep.interchange.tensors import Found, Part
-from everstep.interchange.trees import Options, add_optimizer
+from everstep.interchange.trees import add_optimizer
 
 LATEST = ("latest", "latest_universal")
 _TAG = re.compile(r"[\w-][\w.-]{0,199}")
@@ -54,7 +54,6 @@ class _Reader:
     key of the state ("fp32": itself) its parts, or the one number of all."""
 
     draft: Draft
-    options: Options
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     groups: dict[str, int] = field(default_factory=dict)
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict)
@@ -137,12 +136,12 @@ class _Reader:
         """The fp32 weights, and from the module what no optimizer has: frozen ones and buffers."""
         weights = {name: self.tensor(name, _WEIGHT) for name in self.parts}
         weights |= dict(self._rest(states))
-        self.draft.add_weights(self.options.part, weights)
+        self.draft.add_weights(self.draft.options.part, weights)
         shared = states[0].get("shared_params") or {}
         for name, of in shared.items():
             if of in weights and name not in weights:
-                first = self.draft.full_name(self.options.part, of)
-                self.draft.aliases.setdefault(first, []).append(f"{self.options.part}.{name}")
+                first = self.draft.full_name(self.draft.options.part, of)
+                self.draft.aliases.setdefault(first, []).append(f"{self.draft.options.part}.{name}")
 
     def _rest(self, states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
         said, shared = states[0], states[0].get("shared_params") or {}
@@ -163,7 +162,7 @@ class _Reader:
                 yield name, tensor
 
     def _add_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if not self.options.wants("optimizer"):
+        if not self.draft.options.wants("optimizer"):
             return
         state: dict[str, dict[str, Any]] = {}
         for name, keys in self.parts.items():
@@ -173,12 +172,12 @@ class _Reader:
         for name, index in self.groups.items():
             members[index].append(name)
         named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
-        names = {name: self.draft.full_name(self.options.part, name) for name in self.groups}
+        names = {name: self.draft.full_name(self.draft.options.part, name) for name in self.groups}
         self.draft.add_optimizer("optimizer", {"state": state, "param_groups": named}, names)
 
     def _add_engine(self, state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
         """What the engine counts. Micro-steps are counted from one update to the next."""
-        if not self.options.wants("engine"):
+        if not self.draft.options.wants("engine"):
             return
         scaler = optimizer.get("loss_scaler")
         known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
@@ -216,11 +215,9 @@ class _Reader:
 
     def add_plain(self, state: Mapping[str, Any]) -> None:
         """Of an engine without ZeRO."""
-        self.draft.add_weights(self.options.part, state["module"])
-        if state.get("optimizer") and self.options.wants("optimizer"):
-            add_optimizer(
-                self.draft, "optimizer", state["optimizer"], [self.options.part], self.options
-            )
+        self.draft.add_weights(self.draft.options.part, state["module"])
+        if state.get("optimizer") and self.draft.options.wants("optimizer"):
+            add_optimizer(self.draft, "optimizer", state["optimizer"], [self.draft.options.part])
         if state.get("lr_scheduler"):
             self.draft.try_object("scheduler", state["lr_scheduler"])
 
@@ -231,12 +228,12 @@ def read_zero(folder: Path, options: Options) -> Draft:
     if tag is None:
         raise Missing(f"importing {folder}: it is no folder of DeepSpeed's")
     is_universal = (tag / "zero" / "optimizer_state.pt").is_file()
-    draft = Draft(tag, "ucp" if is_universal else "deepspeed")
+    draft = Draft(tag, "ucp" if is_universal else "deepspeed", options)
     models = sorted(tag.glob("*_model_states.pt"))
     states = [archives.load(path) for path in models if "_expert_" not in path.name]
     if len(states) != len(models) or not states:
         raise Unsupported(f"importing {tag}: experts of DeepSpeed's own are not known here")
-    reader, files = _Reader(draft, options), _files(tag)
+    reader, files = _Reader(draft), _files(tag)
     if is_universal:
         reader.add_universal(tag, states[0])
     elif files:
