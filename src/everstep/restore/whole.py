@@ -3,11 +3,11 @@
 A step of a log is made whole on the way, in memory: nothing is written to the store.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -18,7 +18,7 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import Version, optimizers_of
 from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import encoded_chunks
-from everstep.format.packs import Spec, chunk_count
+from everstep.format.packs import Spec, chunk_count, in_groups
 from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
@@ -31,8 +31,6 @@ from everstep.sharding.leaves import Leaf
 from everstep.sharding.topology import adopted
 from everstep.state.objects import references
 from everstep.tiers.tier import Tier
-
-Row = TypeVar("Row")
 
 BATCH_BYTES = 32 << 20
 """Small tensors are read together, up to so many bytes."""
@@ -129,7 +127,8 @@ class Whole:
     ) -> Iterator[tuple[str, Box, torch.Tensor]]:
         """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
         takes memory for all of it. The next are read while these are used."""
-        batches = map(self._filled, _batches(wanted, lambda row: self.size(*row)))
+        rows = ((row, self.size(*row)) for row in wanted)
+        batches = map(self._filled, in_groups(rows, BATCH_BYTES))
         with ThreadPoolExecutor(1, "everstep-ahead") as ahead:
             following = ahead.submit(next, batches, None)
             while made := following.result():
@@ -190,21 +189,6 @@ class Whole:
                         )
             found |= here
         return found
-
-
-def _batches(rows: Iterable[Row], size_of: Callable[[Row], int]) -> Iterator[list[Row]]:
-    """Rows that are read together: of BATCH_BYTES in all, or one that is larger."""
-    batch: list[Row] = []
-    size = 0
-    for row in rows:
-        own = size_of(row)
-        if batch and size + own > BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(row)
-        size += own
-    if batch:
-        yield batch
 
 
 def kind_of(entry: TensorEntry) -> str:
