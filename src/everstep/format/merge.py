@@ -16,13 +16,13 @@ what each calls by an index of its own gets common indices.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from everstep.errors import Mismatch, Unsupported
 from everstep.format import packs
 from everstep.format.boxes import Box
-from everstep.format.packs import Entries, Piece, chunk_count, entry_name
+from everstep.format.packs import Entries, Piece, chunk_count, entry_name, in_groups
 from everstep.format.tables import PackShape, Table, TensorEntry, seal_table
 from everstep.format.tiling import Flaw, find_flaw
 
@@ -100,7 +100,7 @@ def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
     for name, pieces in sorted(moved.items()):
         pieces.sort(key=lambda piece: (piece.box.offsets, piece.box.lengths))
         found[name] = replace(tensors[name], pieces=tuple(pieces))
-    optimizers = merge_optimizers([(r.rank, r.table.optimizers, r.sets) for r in ranks])
+    optimizers = merge_optimizers(ranks)
     table = Table(tuple(shapes), found, optimizers)
     sections = tuple(tuple(p.section for p in file if p.section.size) for file in files)
     return Merged(seal_table(table), table, tuple(headers), sections)
@@ -136,17 +136,16 @@ def merge_sets(ranks: Sequence[Sets]) -> tuple[dict[str, list[Any]], list[dict[s
     return merged, indices
 
 
-def merge_optimizers(
-    ranks: Sequence[tuple[int, Mapping[str, Mapping[str, Any]], Mapping[str, Sequence[int]]]],
-) -> dict[str, dict[str, Any]]:
-    """The `optimizers` of a merged table, from each rank's number, its own, and its indices into
-    the merged sets. Raises Mismatch where two ranks have one parameter in different sets."""
+def merge_optimizers(ranks: Sequence[RankTable]) -> dict[str, dict[str, Any]]:
+    """The `optimizers` of a merged table. Raises Mismatch where two ranks have one parameter in
+    different sets."""
     merged: dict[str, dict[str, Any]] = {}
     first: dict[tuple[str, str], int] = {}
-    for rank, optimizers, indices in ranks:
-        for optimizer, table in optimizers.items():
+    for each in ranks:
+        rank = each.rank
+        for optimizer, table in each.table.optimizers.items():
             found = merged.setdefault(optimizer, {**table, "groups": {}, "state": {}})
-            new = indices.get(optimizer)
+            new = each.sets.get(optimizer)
             groups, state = found["groups"], found["state"]
             for name, own in table["groups"].items():
                 index = own if new is None else new[own]
@@ -272,17 +271,9 @@ def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
 def _files(found: Sequence[_Pack]) -> Iterator[list[_Pack]]:
     """The packs that go into one file each; the still ones last, and by their turns, in
     files of their own."""
-    file: list[_Pack] = []
-    count = 0
-    for pack in sorted(found, key=lambda pack: pack.kind):
-        is_full = count + len(pack.pieces) > packs.ENTRIES_PER_PACK_MAX
-        if file and (is_full or pack.kind != file[0].kind):
-            yield file
-            file, count = [], 0
-        file.append(pack)
-        count += len(pack.pieces)
-    if file:
-        yield file
+    for _, group in groupby(sorted(found, key=lambda pack: pack.kind), lambda pack: pack.kind):
+        rows = ((pack, len(pack.pieces)) for pack in group)
+        yield from in_groups(rows, packs.ENTRIES_PER_PACK_MAX)
 
 
 def _place(entries: Entries, pack: _Pack) -> Iterator[tuple[_Placed, int]]:

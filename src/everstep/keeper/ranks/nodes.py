@@ -31,7 +31,7 @@ from everstep.format.document import digest_of
 from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
 from everstep.format.manifest import CheckpointName, Manifest, check_table, encode_manifest
-from everstep.format.merge import merge_optimizers, unite_tables
+from everstep.format.merge import RankTable, merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, encode_node_part
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.existing import check_same
@@ -336,14 +336,14 @@ def _united(
     index of many; they change rarely. Raises Mismatch."""
     tables = [decode_table(document, "the table of a node") for document in documents]
     rows = [
-        (node, table.optimizers, dict(sets))
+        RankTable(node, table, dict(sets))
         for node, (table, sets) in enumerate(zip(tables, mapping, strict=True))
     ]
     merge_optimizers(rows)
     unite_tables([(f"part {node}", table) for node, table in enumerate(tables)], are_all=True)
     found = []
-    for row, table, document in zip(rows, tables, documents, strict=True):
-        optimizers = merge_optimizers([row])
+    for row, document in zip(rows, documents, strict=True):
+        table, optimizers = row.table, merge_optimizers([row])
         if optimizers == table.optimizers:
             found.append((table, document))
         else:
