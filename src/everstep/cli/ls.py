@@ -149,15 +149,12 @@ def _rows(
 def _shortened(
     names: Sequence[CheckpointName], always: Collection[CheckpointName]
 ) -> Iterator[CheckpointName | int]:
-    hidden = 0
-    for index, name in enumerate(names):
-        if name in always or index < _HEAD or index >= len(names) - _TAIL:
-            if hidden:
-                yield hidden
-            yield name
-            hidden = 0
-        else:
-            hidden += 1
+    def is_shown(row: tuple[int, CheckpointName]) -> bool:
+        return row[1] in always or not _HEAD <= row[0] < len(names) - _TAIL
+
+    for are_shown, group in groupby(enumerate(names), is_shown):
+        found = [name for _, name in group]
+        yield from found if are_shown else [len(found)]
 
 
 def _mark(listing: Listing, name: CheckpointName) -> str:
