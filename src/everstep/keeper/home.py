@@ -198,7 +198,6 @@ class Home:
         self._path = endpoint.with_suffix(".sock")
         self._lock = lock
         self._touched = time.monotonic()
-        self._is_tidy = False
         self._listen()
 
     @classmethod
@@ -242,11 +241,8 @@ class Home:
         self._listen()
 
     def tidy(self) -> None:
-        """Remove, once, what keepers left behind that were killed long ago. There may be so many
-        that no trainer is to wait for it."""
-        if self._is_tidy:
-            return
-        self._is_tidy = True
+        """Remove what keepers left behind that were killed long ago. There may be so many that no
+        trainer is to wait for it."""
         with os.scandir(self._path.parent) as entries:
             for entry in entries:
                 if entry.name.endswith(".lock"):

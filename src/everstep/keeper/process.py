@@ -14,6 +14,7 @@ import logging
 import os
 import selectors
 import socket
+import threading
 import time
 
 from everstep.keeper import wire
@@ -111,6 +112,7 @@ class Keeper:
 
     def run(self) -> None:
         """Serve until nobody needs the keeper any more."""
+        threading.Thread(target=self._home.tidy, name="everstep-tidy", daemon=True).start()
         while not self._is_over():
             for key, _ in self._selector.select(timeout=_TICK_S):
                 key.data()
@@ -509,7 +511,6 @@ class Keeper:
         self._looked_home = time.monotonic()
         try:
             self._home.look_after_log()
-            self._home.tidy()
             if not self._home.holds_lock():
                 self._leaving = True  # there is another keeper, for those who come from now on
             elif not self._home.listens():
