@@ -102,8 +102,8 @@ class Keeper:
         """To the remote tier, and how they were asked for."""
         self._live: LiveReplica | None = None
         self._leaving = False
-        self._was_used = False
-        self._last_use = self._looked_home = self._told = time.monotonic()
+        self._looked_home = self._told = time.monotonic()
+        self._last_use = time.monotonic() + FIRST_S
         self._written_told = 0
 
     def leave_when_free(self) -> None:
@@ -146,7 +146,6 @@ class Keeper:
         # What another node has lost may be here alone, till somebody has saved again.
         is_awaited = self._sessions or self._holding.memory.used_bytes
         patience = self._idle_s if is_awaited else min(LINGER_S, self._idle_s)
-        patience = patience if self._was_used else FIRST_S
         return self._leaving or time.monotonic() - self._last_use > patience
 
     # ---- connections -----------------------------------------------------------------------
@@ -216,7 +215,6 @@ class Keeper:
         del self._strangers[connection]
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
-        self._was_used = True
         address = self._service and self._service.address
         session.tell({"type": "attached", "id": -1, "pid": os.getpid(), "address": address})
         session.is_greeted = True
