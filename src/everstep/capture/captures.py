@@ -260,11 +260,10 @@ class Captures:
         if self._layerwise is None:
             return captured, None
         known = self._recorder.early if captured.record is not None else frozenset()
-        if early := self._layerwise.take(plan, known):
-            return captured, early
         leaves = captured.collected.walk.leaves if known else ()
         wanted = {leaf.entry: leaf.tensor for leaf in leaves if leaf.entry in known}
-        return captured.with_tensors(self._layerwise.rescue(wanted)), None
+        early, copies = self._layerwise.take(plan, wanted)
+        return captured.with_tensors(copies), early
 
     def _slot(self, step: int, plan: Plan, waits: bool) -> Slot | None:
         """Memory for a capture; None where none is free, and it does not wait. Raises Unavailable

@@ -60,8 +60,7 @@ class Choice:
         self.reason: str | None = None
         """Why "auto" has taken what it has; None where the user chose."""
         whys = state.world.gather("choosing a strategy", self._why_no_log(of_log))
-        self._why_no_log_here = next(filter(None, whys), None)
-        self._strategy = self._first(how)
+        self._strategy = self._first(how, next(filter(None, whys), None))
 
     @property
     def strategy(self) -> Strategy:
@@ -87,8 +86,10 @@ class Choice:
         self.reason = reason
         log.info("strategy auto: %s", reason)
 
-    def _first(self, how: options.Full | options.Spread | options.Log | None) -> Strategy:
-        why = self._why_no_log_here
+    def _first(
+        self, how: options.Full | options.Spread | options.Log | None, why: str | None
+    ) -> Strategy:
+        """`why` there can be no log."""
         if isinstance(how, options.Full):
             if how.thin:
                 return Thin(self.run, self._every, how.thin)

@@ -280,10 +280,8 @@ class Copier:
         The step before is sealed before this one's call returns: so a death now loses one step,
         and not two. That is long done, but where steps take milliseconds or the keeper hangs; then
         training goes on after a while, without waiting again until a seal has worked."""
-        if self._last and not self._last.sealed.wait(_SEAL_S if self._is_sealing else 0):
-            self._is_sealing = False
-        else:
-            self._is_sealing = True
+        last, patience = self._last, _SEAL_S if self._is_sealing else 0
+        self._is_sealing = last is None or last.sealed.wait(patience)
         self._look()
 
     def take_torn(self) -> list[Torn]:

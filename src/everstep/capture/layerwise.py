@@ -121,39 +121,36 @@ class Layerwise:
         self._groups = [group for group in self._groups if group.gradients]
         return there
 
-    def take(self, plan: Plan, entries: Set[str]) -> Early | None:
+    def take(
+        self, plan: Plan | None, gradients: Mapping[str, torch.Tensor]
+    ) -> tuple[Early | None, dict[str, torch.Tensor]]:
         """Give the slot with these entries, which were settled, to a caller whose record has this
-        plan. None where another plan was expected, or there are no entries."""
-        if plan is not self._plan or self._slot is None or not entries:
-            return None
+        plan. Where another plan was expected, copies of them on the CPU, when they are made; the
+        slot is given back, and nothing expected. So it is where there are none."""
         self._finish()
-        early = Early(self._slot, entries, self._landings)
-        self._pool.lent, self._slot = self._slot, None
+        slot, expected, found = self._slot, self._plan, dict[str, torch.Tensor]()
+        assert not gradients or (slot and expected), "they were settled in a slot"
+        early = None
+        if slot and expected and gradients and plan is expected:
+            early, self._pool.lent = Early(slot, gradients.keys(), self._landings), slot
+        else:
+            for event, _ in self._landings:
+                event.synchronize()
+            if slot and expected:
+                image = image_tensor(slot.arena, slot.index)
+                for key, like in gradients.items():
+                    found[key] = place(image, expected.offsets[key], like).clone()
+                self._pool.take_back(slot)
+            self._plan = None
+        self._slot = None
         self._forget()
-        return early
-
-    def rescue(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies of these entries, on the CPU, for a record that lies otherwise; give the
-        slot back, and expect nothing. Blocks until they are made."""
-        assert not gradients or (self._slot and self._plan), "they were settled in a slot"
-        self._finish()
-        for event, _ in self._landings:
-            event.synchronize()
-        found = {}
-        if self._slot and self._plan:
-            image, offsets = image_tensor(self._slot.arena, self._slot.index), self._plan.offsets
-            for key, like in gradients.items():
-                found[key] = place(image, offsets[key], like).clone()
-            self._pool.take_back(self._slot)
-        self._slot = self._plan = None
-        self._forget()
-        return found
+        return early, found
 
     def close(self) -> None:
         """Copy nothing any more."""
         for hook in self._hooks.values():
             hook.remove()
-        self.rescue({})
+        self.take(None, {})
         self._thread.shutdown()
 
     def abandon_in_child(self) -> None:
