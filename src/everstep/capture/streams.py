@@ -50,17 +50,16 @@ class Streams:
 
     def _forget_absent(self) -> None:
         for part in self._parts:
-            if part.known and part.known[1].done():
-                found = part.known[1]
-                if found.exception() or not self._is_there(found.result()):
-                    part.known = None
+            found = part.known and part.known[1]
+            if found and found.done():
+                files = () if found.exception() else found.result().files
+                is_there = all(self._disk.size(link.path) == link.size for link in files)
+                part.known = part.known if files and is_there else None
 
     def _take(self, part: StreamState, step: int, epoch: int | None) -> Future[Stream]:
         version = part.version
         if part.known and part.known[0] == version:
-            found = part.known[1]
-            if not (found.done() and found.exception()):
-                return found
+            return part.known[1]
         assert self._pool
         name = CheckpointName(step, epoch or catalog.newest_epoch(self._disk) + 1)
         future = self._pool.submit(write_stream, self._disk, name, part, version)
@@ -68,11 +67,9 @@ class Streams:
         if not part.is_immutable:
             error = future.exception()  # blocks
             if error and not isinstance(error, EverstepError):
+                part.known = None
                 raise error
         return future
-
-    def _is_there(self, stream: Stream) -> bool:
-        return all(self._disk.size(link.path) == link.size for link in stream.files)
 
     def close(self) -> None:
         """Nothing more is begun."""
