@@ -35,13 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Compare two checkpoints."""
     if len(args.words) == 4:
-        (path, steps), (other, more) = (split_words(args.words[at : at + 2], 1) for at in (0, 2))
+        (path, steps), (other, more) = (split_words(args.words[i : i + 2], 1, 1) for i in (0, 2))
         steps += more
     else:
-        path, steps = split_words(args.words, 2)
+        path, steps = split_words(args.words, 2, 2)
         other = path
-    if len(steps) != 2:
-        raise argparse.ArgumentError(None, "which two? As in: everstep diff runs/gpt 4000 5000")
     from everstep.restore.load import Loader
     from everstep.restore.whole import Whole
     from everstep.versions.diff import compare

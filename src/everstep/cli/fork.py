@@ -20,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Fork one checkpoint."""
     *words, place = args.words
-    path, steps = split_words(words, 1)
-    if not steps:
-        raise argparse.ArgumentError(None, "which step, and where to? everstep fork runs/a 120 new")
+    path, steps = split_words(words, 1, 1)
     with progress_bar("forking") as progress:
         copied = Store(path).fork(steps[0], place, progress)
     copies, seconds = list(map(str, copied.checkpoints)), progress.seconds

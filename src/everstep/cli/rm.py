@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer | int:
     """Delete the named checkpoints, all or, where one does not exist, none."""
-    path, steps = split_words(args.words, len(args.words))
-    if not steps:
-        raise argparse.ArgumentError(None, "which step? As in: everstep rm runs/gpt 120")
+    path, steps = split_words(args.words, len(args.words), 1)
     disk = tier_at(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
     if following := [n for n in retain.cut_off(disk, doomed.__contains__) if n not in doomed]:

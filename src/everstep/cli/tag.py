@@ -19,15 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Set a tag, or delete one."""
-    path, words = split_words(args.words, 0 if args.delete else 2)
+    count = 0 if args.delete else 2
+    path, words = split_words(args.words, count, count)
     store = Store(path)
     if args.delete:
         store.delete_tag(args.delete)
         return Answer(
             {"deleted": args.delete}, [text.clean(f"{args.delete} names nothing any more")]
         )
-    if len(words) == 2:
-        step, tag = words
-        name = str(store.tag(step, tag))
-        return Answer({"tag": tag, "checkpoint": name}, [text.clean(f"{tag} names {name}")])
-    raise argparse.ArgumentError(None, "which step, and which name? everstep tag 120 best")
+    step, tag = words
+    name = str(store.tag(step, tag))
+    return Answer({"tag": tag, "checkpoint": name}, [text.clean(f"{tag} names {name}")])

@@ -43,10 +43,11 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
-def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
+def split_words(words: list[str], steps_max: int, steps_min: int = 0) -> tuple[str, list[str]]:
     """(path of the store, steps as they were given).
 
-    Raises Missing, with advice, where there is no store; argparse.ArgumentError for too many words.
+    Raises Missing, with advice, where there is no store; argparse.ArgumentError for too many or
+    too few words.
     """
     if words and _means_store(words[0], len(words) > steps_max):
         store, steps = words[0], words[1:]
@@ -55,6 +56,8 @@ def split_words(words: list[str], steps_max: int) -> tuple[str, list[str]]:
     if len(steps) > steps_max:
         extra = " ".join(map(repr, steps[steps_max:]))
         raise argparse.ArgumentError(None, f"there is no use for {extra} here")
+    if len(steps) < steps_min:
+        raise argparse.ArgumentError(None, "which step? everstep ls lists them")
     if not is_store(store):
         raise Missing(_advice(store))
     open_store(tier_at(store))  # of this format
