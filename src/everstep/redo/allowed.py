@@ -113,12 +113,15 @@ def why_coupled(optimizers: list[OptimizerState]) -> str | None:
 def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
     """What lets an update of a parameter depend on others."""
     kind = type(optimizer)
-    if not is_torchs(kind) or kind in (torch.optim.LBFGS, torch.optim.Adafactor):
+    if not is_torchs(kind) or kind is torch.optim.LBFGS:
         return f"is a {kind.__qualname__}, which may couple parameters"
     for group in optimizer.param_groups:
         # By which torch chooses between for-loop and foreach, for all of a group together.
         if len({(type(p) in _PLAIN, p.device.type) for p in group["params"]}) > 1:
             return "has parameters of several kinds, or on several devices"
+        # Its default eps is that of the first parameter's dtype, for all that follow.
+        if kind is torch.optim.Adafactor and len({p.dtype for p in group["params"]}) > 1:
+            return "is an Adafactor with parameters of several dtypes"
     return None
 
 
