@@ -81,9 +81,7 @@ def _write(
         for number, pack in enumerate(packs.layout.packs):
             links.append(FileLink(names.pack_path(name, token, number), pack.size))
             with disk.new_file(links[-1].path) as file, Tail(file, 0) as tail:
-                for block in packs.blocks(number):
-                    tail.append(block)
-                tail.finish()
+                packs.write(number, tail)
             disk.finish(links[-1].path, file)
         shared = chain.from_iterable(_take(disk, each) for each in draft.borrowed)
         disk.sync_entries([*(link.path for link in links), *shared])
@@ -148,7 +146,7 @@ def _manifest(
 
 
 class _Packs:
-    """The bytes of the packs of a draft, in their order, and the digests, once they have passed."""
+    """The packs of a draft, and the digests of those that are written."""
 
     def __init__(self, draft: Draft, progress: Progress) -> None:
         rows = [
@@ -166,21 +164,22 @@ class _Packs:
         for piece, (spec, blocks) in zip(self.layout.pieces, rows, strict=True):
             self._members[piece.pack].append((piece, blocks, spec.name))
 
-    def blocks(self, number: int) -> Iterator[memoryview]:
-        """Those of a pack. Raises Corrupt where the source has other bytes than it said."""
+    def write(self, number: int, tail: Tail) -> None:
+        """Raises Corrupt where the source has other bytes than it said."""
         pack = self.layout.packs[number]
         self.digests[pack.digest] = digest_of(pack.header)
-        yield memoryview(pack.header)
+        tail.append(pack.header)
         at = len(pack.header)
         for piece, blocks, name in sorted(
             self._members[number], key=lambda row: (row[0].offset, row[0].size)
         ):
-            yield memoryview(bytes(piece.offset - at))
-            yield from self._piece(piece, blocks, name)
+            tail.append(bytes(piece.offset - at))
+            self._write_piece(piece, blocks, name, tail)
             at = piece.offset + piece.size
-        yield memoryview(bytes(pack.size - at))
+        tail.append(bytes(pack.size - at))
+        tail.finish()
 
-    def _piece(self, piece: Piece, blocks: tensors.Blocks, name: str) -> Iterator[memoryview]:
+    def _write_piece(self, piece: Piece, blocks: tensors.Blocks, name: str, tail: Tail) -> None:
         digest, done = xxhash.xxh3_128(), 0
         for block in blocks():
             view = block
@@ -196,7 +195,7 @@ class _Packs:
                 break
             self._done += len(block)
             self._progress(self._done, self._total)
-            yield block
+            tail.append(block)
         if done != piece.size:
             raise Corrupt(
                 f"reading {self._draft.where}: {name!r} has other than {piece.size} bytes"
