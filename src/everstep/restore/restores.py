@@ -7,6 +7,7 @@ let a surviving keeper finish → choose a checkpoint, with all ranks → match 
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
@@ -33,24 +34,17 @@ log = logging.getLogger("everstep")
 _ATTEMPTS = 20
 
 
+@dataclass(frozen=True, slots=True)
 class Restores:
     """All restores of one Checkpointer, one after another. For the thread that trains, which waits
     for them."""
 
-    def __init__(
-        self,
-        state: State,
-        derived: Derived,
-        disk: Tier,
-        client: Client,
-        captures: "Captures",
-    ) -> None:
-        """`disk`: of the run's own store."""
-        self._state = state
-        self._derived = derived
-        self._disk = disk
-        self._client = client
-        self._captures = captures
+    state: State
+    derived: Derived
+    disk: Tier
+    """Of the run's own store."""
+    client: Client
+    captures: "Captures"
 
     def restore(
         self,
@@ -60,9 +54,9 @@ class Restores:
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
         what is read, or makes it whole, there is something else by then, which is looked for."""
-        self._state.late.forget()
+        self.state.late.forget()
         if scope.first is not None:
-            self._state.check_chosen(scope.first)
+            self.state.check_chosen(scope.first)
         for _ in range(_ATTEMPTS):
             if not (found := self._find(step, from_store)):
                 break
@@ -73,7 +67,7 @@ class Restores:
         else:
             raise Missing(f"restoring: {_ATTEMPTS} checkpoints were deleted while they were read")
         if scope.only is not None:
-            self._state.check_chosen(scope.only)
+            self.state.check_chosen(scope.only)
         return None
 
     def _find(
@@ -81,12 +75,12 @@ class Restores:
     ) -> list[Candidate]:
         """What to try, best first; on all ranks the same. See Checkpointer.restore. Memory of dead
         trainers is taken over for captures. Raises Missing, Unavailable."""
-        disk = self._disk if from_store is None else _existing_store(from_store)
-        arenas = self._state.world.together("waiting for the keepers", self._settle)
+        disk = self.disk if from_store is None else _existing_store(from_store)
+        arenas = self.state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self._captures.optimizer_arenas.adopt(row for row in arenas if row[0].startswith(OPTIMIZER))
+        self.captures.optimizer_arenas.adopt(row for row in arenas if row[0].startswith(OPTIMIZER))
         others = [row for row in arenas if row[0] != KEY and not row[0].startswith(OPTIMIZER)]
-        self._captures.pool.inherit(others)
+        self.captures.pool.inherit(others)
         found = self._common(lambda: candidates(disk, step, held))
         if step is None:
             found = self._proven_first(disk, found)
@@ -94,12 +88,12 @@ class Restores:
             self._check_answers(disk)
         if from_store is not None and not found:
             raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
-        if from_store is not None and (own := catalog.committed(self._disk)):
+        if from_store is not None and (own := catalog.committed(self.disk)):
             log.warning(
                 "restoring from %s: %s has %s checkpoints of its own, which are left behind; "
                 "restore() without from_store= goes on from them",
                 disk.root,
-                self._disk.root,
+                self.disk.root,
                 len(own),
             )
         return found
@@ -120,7 +114,7 @@ class Restores:
             try:
                 self._restore(candidate, scope)
             except (Corrupt, Missing) as error:
-                gather = self._state.world.gather
+                gather = self.state.world.gather
                 if any(gather("looking for what has changed", candidate.has_changed())):
                     raise _Changed(f"{candidate.name} has changed: {error}") from error
                 if is_asked and candidate is found[-1]:
@@ -143,20 +137,20 @@ class Restores:
     def _cut_off(self, candidate: Candidate, error: EverstepError) -> set[CheckpointName]:
         """What goes on from what is wrong with this one: none of it need be tried, and the store
         remembers what a replay has shown of it. On all ranks the same."""
-        world, found = self._state.world, candidate.following(error)
+        world, found = self.state.world, candidate.following(error)
         said = world.gather("looking for what is damaged", list(map(list, found)))
         if names := {CheckpointName(*name) for each in said for name in each} - {candidate.name}:
             log.warning("%s other steps go on from the same damage, and are skipped", len(names))
         is_lasting = isinstance(error, OtherBytes) and error.is_lasting
-        if is_lasting and world.rank == 0 and candidate.disk is self._disk and not candidate.held:
-            note_unproven(self._disk, candidate.name, {candidate.name, *names}, str(error))
+        if is_lasting and world.rank == 0 and candidate.disk is self.disk and not candidate.held:
+            note_unproven(self.disk, candidate.name, {candidate.name, *names}, str(error))
         return names
 
     def _proven_first(self, disk: Tier, found: list[Candidate]) -> list[Candidate]:
         """The same, those last of which a replay has come to other bytes before."""
         noted_in = disk.tiers[0] if isinstance(disk, Union) else disk  # and not copied elsewhere
         known = map(list, catalog.read_unproven(noted_in))
-        said = self._state.world.gather("looking for what is not proven", list(known))
+        said = self.state.world.gather("looking for what is not proven", list(known))
         unproven = {CheckpointName(*name) for each in said for name in each}
         if steps := [each.name.step for each in found if each.name in unproven]:
             log.warning(
@@ -172,7 +166,7 @@ class Restores:
         """Where nothing was found all tiers must have been asked: a run never begins at 0 because
         one does not answer. On all ranks the same."""
         problem = str(disk.problem or "") if isinstance(disk, Union) else ""
-        if said := max(self._state.world.gather("asking all tiers", problem)):
+        if said := max(self.state.world.gather("asking all tiers", problem)):
             raise Unavailable(
                 f"restoring: {disk.root} has no checkpoint, and another tier does not answer: "
                 f"{said}. Try again when it does; to begin anew, leave it out of tiers="
@@ -181,23 +175,23 @@ class Restores:
     def _settle(self) -> list[tuple[str, Arena]]:
         """What dead trainers left in the keeper's memory; nothing where no keeper can be had."""
         try:
-            return self._client.settle()
+            return self.client.settle()
         except Unavailable as error:
             log.warning("%s. Restoring from the disk", error)
             return []
 
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
         """What the keeper holds of this run: another may have been in this directory before."""
-        run = open_store(self._disk)
-        found = find_held(arenas, lambda held: held.manifest.run == run and is_of(self._disk, held))
+        run = open_store(self.disk)
+        found = find_held(arenas, lambda held: held.manifest.run == run and is_of(self.disk, held))
         lent = [name for name, held in found.items() if held.log_digest]
-        each = self._state.world.gather("agreeing on the replica", list(map(list, lent)))
+        each = self.state.world.gather("agreeing on the replica", list(map(list, lent)))
         common = set.intersection(*({CheckpointName(*name) for name in names} for names in each))
         return {name: held for name, held in found.items() if name in common or name not in lent}
 
     def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
         """What all ranks can see: no byte is read before they agree on what to restore."""
-        world = self._state.world
+        world = self.state.world
         found = world.together("looking for checkpoints", find)
         seen = world.gather(
             "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
@@ -206,13 +200,13 @@ class Restores:
         return [candidate for candidate in found if candidate.name in common]
 
     def _restore(self, candidate: Candidate, scope: Scope) -> None:
-        self._captures.strategy.break_off()
+        self.captures.strategy.break_off()
         with Loader() as loader:
-            restore = Restore(candidate, self._state, self._derived, loader, scope)
+            restore = Restore(candidate, self.state, self.derived, loader, scope)
             manifest, differing = restore.apply()
-        self._derived.restored(manifest.step)
-        if candidate.disk is self._disk:
-            self._captures.restored(candidate.name)
+        self.derived.restored(manifest.step)
+        if candidate.disk is self.disk:
+            self.captures.restored(candidate.name)
         self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
