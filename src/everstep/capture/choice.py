@@ -48,7 +48,9 @@ class Choice:
         ranks = RankAgreement(state)
         self.run = Run(
             state.optimizers,
-            Recorder(state.optimizers, of_log.verify == "full", ranks.rank, of_log.pre_clip),
+            Recorder(
+                state.optimizers, of_log.verify == "full", state.world.number, of_log.pre_clip
+            ),
             Trust(is_alone=state.world.is_alone),
             CopySpeed(),
             ranks,

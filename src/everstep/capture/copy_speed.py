@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -91,13 +90,6 @@ class CopySpeed:
             self._unread.append((self._read_copy, chosen))
         else:
             self._note_copy(size, seconds)
-
-    def describe(self) -> dict[str, Any]:
-        """For `everstep show`."""
-        return {
-            "copy_bytes_per_s": round(self.bytes_per_s),
-            "overlap_s": round(self.overlap_s, 6),
-        }
 
     def _note_copy(self, size: int, seconds: float) -> None:
         if size >= _SIZE_MIN and seconds > 0:  # small ones tell nothing

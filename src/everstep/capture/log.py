@@ -194,7 +194,7 @@ class Log:
         said = {
             "previous": self._last.handle.step,
             "calls": calls,
-            "derived": self._derived.describe(),
+            "derived": {part: {"rule": True, "digest": None} for part in self._derived.parts},
             "left_out": left_out,
         }
         return Captured(part, said, share, slices, taken.held)

@@ -32,11 +32,6 @@ class RankAgreement:
         """What the first rank has told, by where that is kept."""
 
     @property
-    def rank(self) -> int | None:
-        """This one's number among several."""
-        return None if self.world.is_alone else self.world.rank
-
-    @property
     def is_on_nodes(self) -> bool:
         """Whether they are on more than one node."""
         return len(self.world.local) < self.world.size

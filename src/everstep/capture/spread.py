@@ -131,7 +131,9 @@ class Spread:
         chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
         if self._fixed != 1 and (why := self._why_undivided()):
             chosen["reason"] = why
-        return {**chosen, **self._run.pace.describe()}
+        pace = self._run.pace
+        chosen["copy_bytes_per_s"] = round(pace.bytes_per_s)
+        return {**chosen, "overlap_s": round(pace.overlap_s, 6)}
 
     def _note_due(self, step: int) -> int:
         """The next step that is due."""

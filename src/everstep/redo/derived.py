@@ -45,9 +45,8 @@ class Derived:
         self.parts = tuple(self._rules)
         """Their names."""
         self._is_full = is_full
-        rank = None if state.world.is_alone else state.world.rank
         owners = dict.fromkeys(self.parts, DERIVED_OWNER)
-        self._rolling = RollingDigests(owners, rank, is_full=is_full)
+        self._rolling = RollingDigests(owners, state.world.number, is_full=is_full)
         self._done: int | None = None
         self._problem: str | None = None
         self._bound: tuple[Walk, tuple[Leaf, ...]] | None = None
@@ -138,10 +137,6 @@ class Derived:
         then, now = self._pointers, self._pointers_now()
         found = [name for name in then.keys() | now.keys() if now.get(name) != then.get(name)]
         return sorted({*self._fingerprint.changed(), *found})
-
-    def describe(self) -> dict[str, Any]:
-        """What a record says of each part."""
-        return {part: {"rule": True, "digest": None} for part in self.parts}
 
     def slices(self, collected: Collected, step_s: float) -> list[Slice]:
         """What of each part is digested next; since `watch`, which comes before. `step_s`: see

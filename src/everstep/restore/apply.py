@@ -206,8 +206,7 @@ class Restore:
             live = derivation.live().values()
             return self._prepared(state.place_rest(saved, names, live), None)
 
-        rank = None if state.world.is_alone else state.world.rank
-        comparison = chain.comparison(state.layout(), rank, is_moved=is_moved)
+        comparison = chain.comparison(state.layout(), state.world.number, is_moved=is_moved)
         if any(is_dealt_out(each.optimizer) for each in state.optimizers):
             comparison = None  # each rank replays a part alone, though the layout be that of DDP
 

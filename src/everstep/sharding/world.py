@@ -77,6 +77,11 @@ class World:
         """Whether there is nobody to agree with."""
         return self.size == 1
 
+    @property
+    def number(self) -> int | None:
+        """The rank, of one of several."""
+        return None if self.is_alone else self.rank
+
     def gather(self, what: str, value: Any, timeout: float = AGREE_S) -> list[Any]:
         """What each rank says, by rank; `value` is JSON. Blocks until all have come.
 
