@@ -74,6 +74,14 @@ def test_large_data_is_written_while_it_arrives(tier):
     assert tier.read("data/large") == large
 
 
+def test_what_is_written_is_counted_meanwhile(tier):
+    """Who waits is told, so that a slow upload is not taken for one that hangs."""
+    large, counts = bytearray(160 << 20), []
+    write(tier, "data/large", [memoryview(large)], lambda end: counts.append(tier.written))
+    assert counts[-1] > 0
+    assert tier.written >= len(large)
+
+
 def test_a_new_file_is_there_when_it_is_finished(tier):
     with tier.new_file("data/pieces") as file:
         file.write(memoryview(b"one "), 0)

@@ -29,7 +29,6 @@ from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.store import retain
 from everstep.store.presence import Presence
 from everstep.tiers.memory import Memory
-from everstep.tiers.system import System
 from everstep.tiers.tier import tier_at
 
 log = logging.getLogger("everstep.keeper")
@@ -66,24 +65,11 @@ _LEAVE_S = 2.0
 _MESSAGES_AT_ONCE = 64
 
 
-class _Counting(System):
-    """Counts the bytes that are written, about."""
-
-    written = 0
-
-    def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
-        """As System, and count."""
-        count = super().pwrite(fd, data, offset)
-        self.written += count
-        return count
-
-
 class Keeper:
     """The event loop. Everything here runs in the main thread."""
 
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
-        self._system = _Counting()
-        self._disk = tier_at(store, self._system)
+        self._disk = tier_at(store)
         self._holding = Holding(Memory(available_memory() // 2), self._disk)
         self._service: Service | None = None
         self._presence = Presence(self._disk)
@@ -229,7 +215,7 @@ class Keeper:
         tiers += [team.replica.status() for team in teams if team.replica]
         tiers += [self._copies[1].status()] if self._copies else []
         sessions = [session.status() for session in self._sessions]
-        said = {"type": "status", "pid": os.getpid(), "bytes_written": self._system.written}
+        said = {"type": "status", "pid": os.getpid(), "bytes_written": self._disk.written}
         return said | {"trainers": sessions, "tiers": tiers}
 
     def _serve_others(self, wanted: object) -> None:
@@ -495,7 +481,7 @@ class Keeper:
 
     def _tell_progress(self) -> None:
         """So that nobody takes a slow disk for one that hangs."""
-        now, written = time.monotonic(), self._system.written
+        now, written = time.monotonic(), self._disk.written
         if now - self._told < PULSE_S or written == self._written_told:
             return
         self._told, self._written_told = now, written

@@ -73,6 +73,8 @@ class Bucket(Objects):
             what = str(error).partition("\n")[0]
             raise Unsupported(f"opening {url}: {what}. Say s3://, gs:// or az://") from error
         self._creates_once = False
+        self.written = 0
+        """See Disk; of a large object what its upload has taken."""
         self._offset_s: float | None = None
 
     def begin(
@@ -93,6 +95,7 @@ class Bucket(Objects):
         with self._telling("writing", path, size):
             if size < _MULTIPART_BYTES:
                 self._api.put(self._store, path, b"".join(pieces))
+                self.written += size
                 return
             part_bytes = max(_PART_BYTES, -(-size // _PARTS_MAX))
             with self._api.open_writer(
@@ -100,6 +103,7 @@ class Bucket(Objects):
             ) as upload:
                 for piece in pieces:
                     upload.write(piece)
+                    self.written += len(piece)
 
     def share(self, other: object, path: str) -> bool:
         """Let the server copy the other's object of that path. False where it is in another bucket,

@@ -59,6 +59,11 @@ class Disk:
         self._known_directories: set[str] = set()
         self._known_files: dict[str, int] = {}
 
+    @property
+    def written(self) -> int:
+        """Bytes that this one has written of files, about."""
+        return self._system.written
+
     def begin(
         self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
     ) -> NewFile:

@@ -7,7 +7,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class System:
-    """The system calls that a Disk makes. Stateless; errors are OSError."""
+    """The system calls that a Disk makes. Errors are OSError."""
+
+    written = 0
+    """Bytes, about: threads count beside each other."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """open(2)."""
@@ -19,7 +22,9 @@ class System:
 
     def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
         """pwrite(2); releases the GIL."""
-        return os.pwrite(fd, data, offset)
+        count = os.pwrite(fd, data, offset)
+        self.written += count
+        return count
 
     def allocate(self, fd: int, size: int) -> None:
         """fallocate(2): reserve `size` bytes, so that a full disk says so before the writes."""

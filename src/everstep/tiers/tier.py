@@ -10,7 +10,6 @@ from everstep.tiers.disk import Disk
 from everstep.tiers.memory import Memory
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
-from everstep.tiers.system import System
 from everstep.tiers.union import Union
 
 Tier = Disk | Bucket | Union
@@ -41,10 +40,9 @@ def name_of(store: str | os.PathLike[str]) -> str:
 
 def tier_at(
     store: str | os.PathLike[str],
-    system: System | None = None,
     patience_s: float = PATIENCE_S,
 ) -> Tier:
-    """The tier of a store. `system`: makes a disk's calls. `patience_s`: for how long a bucket's
-    are tried again. Raises Unsupported for a URL of an unknown kind."""
+    """The tier of a store. `patience_s`: for how long calls of a bucket are tried again. Raises
+    Unsupported for a URL of an unknown kind."""
     place = place_of(store)
-    return Bucket(place, patience_s) if isinstance(place, Url) else Disk(place, system)
+    return Bucket(place, patience_s) if isinstance(place, Url) else Disk(place)
