@@ -21,6 +21,7 @@ import contextlib
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -49,6 +50,7 @@ may choose it: EVERSTEP_PARTS_S."""
 ORPHANS_S = 30.0
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
+_UNTOLD_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2
 _LOOK_S = 1.0
@@ -82,6 +84,7 @@ class Nodes:
         """The node whose packs alone lie in this one's store."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
+        self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
@@ -153,10 +156,10 @@ class Nodes:
 
     def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it or a later one is
-        committed, or there is no epoch yet (then the others wait as long as they may). `kind`: of
-        which error."""
+        committed, or there is no epoch yet. `kind`: of which error."""
         writer = self._writer
         if writer.epoch is None:
+            self._untold.append((step, call, reason, kind))
             return
         name = CheckpointName(step, writer.epoch)
         if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
@@ -170,6 +173,13 @@ class Nodes:
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
             log.warning("telling other nodes that there is nothing of %s: %s", name, error)
+
+    def note_claim(self) -> None:
+        """There is an epoch now."""
+        untold = list(self._untold)
+        self._untold.clear()
+        for said in untold:
+            self.tell_absence(*said)
 
     def note_commit(self, name: CheckpointName) -> None:
         """All nodes are past the steps before it."""

@@ -283,6 +283,8 @@ class Team:
             epoch = self._epoch(parent, fork, number)
             if epoch != writer.epoch:
                 writer.epoch, writer.run = epoch, None
+                if self._nodes:
+                    self._nodes.note_claim()
             reply |= {"epoch": epoch, "number": number}
         except Exception as error:
             if not isinstance(error, EverstepError):
