@@ -27,15 +27,14 @@ class Unowned:
         """`turn`: other numbers look at other bytes first."""
         self._leaves = {leaf.entry: leaf.tensor for leaf in leaves}
         rows = [Leaf(entry, tensor) for entry, tensor in self._leaves.items()]
-        self._fingerprint = Fingerprint(rows, turn, follows=True) if rows else None
+        self._fingerprint = Fingerprint(rows, turn, follows=True)
         self._changed: set[str] = set()
         self._blocks = _Blocks(rows)
 
     def changed(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
         """Return those of the leaves that are not shown to be as they are in the base. Also those
         that were found before, and tensors that the base does not have."""
-        if self._fingerprint:
-            self._changed.update(self._fingerprint.changed())
+        self._changed.update(self._fingerprint.changed())
         self._changed.update(self._blocks.next_changed())
         return tuple(
             leaf

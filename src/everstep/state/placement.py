@@ -121,23 +121,15 @@ class Placement:
             for shard in shards:
                 self.into_box(shard.name, shard.shape, shard.box, shard.tensor)
             return
-        entry = self.saved.tensors.get(name)
-        if entry is None:
-            self._absent.append((name, tensor))
-            return
-        self.used.add(name)
-        shape, boxes = shards_of(tensor)
-        if self._is_alike(entry, name, shape, tensor.dtype):
-            self._add(entry, tensor, boxes)
+        if entry := self._entry(name, tensor):
+            shape, boxes = shards_of(tensor)
+            if self._is_alike(entry, name, shape, tensor.dtype):
+                self._add(entry, tensor, boxes)
 
     def into_box(self, name: str, shape: tuple[int, ...], box: Box, memory: torch.Tensor) -> None:
         """Restore a box of the stored tensor `name`, of that shape, into plain memory."""
-        entry = self.saved.tensors.get(name)
-        if entry is None:
-            self._absent.append((name, memory))
-            return
-        self.used.add(name)
-        if self._is_alike(entry, name, shape, memory.dtype) and box.count:
+        entry = self._entry(name, memory)
+        if entry and self._is_alike(entry, name, shape, memory.dtype) and box.count:
             _, known = self.destinations.setdefault(entry.spec.name, (entry, []))
             known.append(LocalBox(box, memory))
 
@@ -303,6 +295,14 @@ class Placement:
         """Run the actions, in the order in which they came."""
         for action in (*self._actions, *self._last_actions):
             action()
+
+    def _entry(self, name: str, tensor: torch.Tensor) -> TensorEntry | None:
+        """What is stored under that name, and wanted for this tensor."""
+        if entry := self.saved.tensors.get(name):
+            self.used.add(name)
+        else:
+            self._absent.append((name, tensor))
+        return entry
 
     def _is_alike(
         self, entry: TensorEntry, name: str, shape: tuple[int, ...], dtype: torch.dtype
