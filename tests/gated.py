@@ -1,8 +1,9 @@
-"""A process whose disk hangs while a file is there."""
+"""Processes whose disk hangs while a file is there, or that soon give a tier up."""
 
 import os
 import time
 
+from everstep.keeper import process
 from everstep.tiers.system import System
 
 
@@ -16,3 +17,8 @@ def shut(gate):
         sync(system, fd)
 
     System.fsync = fsync
+
+
+def impatient():
+    """From now on a tier that does not answer is away after a second."""
+    process.TIER_PATIENCE_S = 1.0

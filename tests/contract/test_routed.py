@@ -9,6 +9,8 @@ from test_bucket_store import build, train
 from test_remote_tier import undisturbed, weights
 
 import everstep
+import forked_modules
+import gated
 from everstep import Conflict, Corrupt, Keep, Store, Tiers, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.keeper.copies import RemoteCopies
@@ -102,7 +104,8 @@ def test_each_tier_has_its_own_retention(local, remote):
         until(lambda: Store(remote).steps() == [4, 5], "retention")
 
 
-def test_a_tier_that_is_away_costs_nothing(local, proxied):
+def test_a_tier_that_is_away_costs_nothing(local, proxied, monkeypatch):
+    forked_modules.begin_with(monkeypatch, gated.impatient)
     bucket, proxy = proxied
     state = build()
     tiers = Tiers(remote=bucket, route="remote")

@@ -1,7 +1,9 @@
 """The demo itself: a small run of it holds, and a comparison that should fail does."""
 
+import fcntl
 import io
 import json
+import os
 from pathlib import Path
 from typing import get_args
 
@@ -27,13 +29,24 @@ _PARAMETERS = [
 
 @pytest.fixture(scope="module", params=_PARAMETERS)
 def demo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """The directory of a small demo that went well, with its report."""
-    directory = tmp_path_factory.mktemp(f"demo-{request.param}")
+    """The directory of a small demo that went well, with its report. One for all of pytest's
+    processes."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    directory = base / f"demo-{request.param}"
+    with open(base / "demo.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            directory.mkdir()
+            run(directory, request.param)
+    return directory
+
+
+def run(directory: Path, strategy: str) -> None:
     arguments = f"demo --size tiny --steps {STEPS} --kills {KILLS} --seed 5".split()
-    arguments += ["--strategy", request.param]
+    arguments += ["--strategy", strategy]
     where = ["--store", str(directory / "run"), "--json", str(directory / "report.json")]
     assert main([*arguments, *where]) == 0
-    return directory
 
 
 def tampered(demo: Path, change: str = "") -> Report:

@@ -106,7 +106,7 @@ def test_one_that_is_killed(store, source, tmp_path):
     assert Store(store).verify().ok
 
 
-@pytest.mark.parametrize("kind", ["dcp", *slow("torch")])
+@pytest.mark.parametrize("kind", slow("dcp", "torch"))
 def test_memory_of_an_import(store, tmp_path, kind):
     """Of 600 MB, in a process of its own."""
     weights = {f"part{number}": torch.zeros(5_000_000) for number in range(30)}
