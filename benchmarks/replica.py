@@ -112,7 +112,9 @@ def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -
             assert time.monotonic() < deadline, saver.metrics.last_error
             time.sleep(0.01)
         found = saver.metrics.replica_seconds
-    return found + (_processor_s(optimizer._process.pid) if args.kind in OFFLOADED else 0.0)
+    if args.kind in OFFLOADED:
+        found += _processor_s(optimizer._process._process.pid)
+    return found
 
 
 def restore(args: argparse.Namespace) -> dict[str, Any]:

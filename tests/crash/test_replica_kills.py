@@ -52,7 +52,8 @@ def trains(store, kind):
     step = saver.restore()
     while True:
         worker = getattr(state["optimizer"], "_process", None)
-        print(step, saver._client.keeper_pid, worker and worker.pid, flush=True)
+        process = worker and worker._process
+        print(step, saver._client.keeper_pid, process and process.pid, flush=True)
         step += 1
         train(state)
         saver.step(step).wait("local")
