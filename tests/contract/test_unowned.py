@@ -1,5 +1,7 @@
 """What no optimizer owns is in a record once it has changed since the base, and not before."""
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -141,3 +143,26 @@ def test_an_average_of_the_weights_is_in_every_record(store):
 
     check_run(store, make, average, "brrrrrrr")
     assert "ema.module.weight" in tensors_of(store, 5)
+
+
+ENDING = """
+import atexit, sys, torch, everstep
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+state = {"model": model, "optimizer": torch.optim.SGD(model[0].parameters(), lr=0.1)}
+saved = everstep.Checkpointer(sys.argv[1], state, strategy=everstep.Log(base_every=4))
+
+def train(steps):
+    for step in steps:
+        state["optimizer"].zero_grad()
+        model(torch.randn(4, 4)).square().mean().backward()
+        state["optimizer"].step()
+        saved.step(step)
+
+train(range(1, 4))
+atexit.register(train, range(4, 10))
+"""
+
+
+def test_saves_while_the_program_ends(store):
+    done = subprocess.run([sys.executable, "-c", ENDING, store], capture_output=True, text=True)
+    assert Store(store).latest() == 9, done.stderr

@@ -8,8 +8,8 @@ training goes on, one block after the other. On CUDA counters and addresses are 
 at.
 """
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 from everstep.redo.rolling_digest import Row, digest_of
 from everstep.sharding.layout import local_of
@@ -57,17 +57,24 @@ class _Blocks:
         self._known: list[list[bytes]] = []
         self._next = 0
         self._thread = ThreadPoolExecutor(1, "everstep-unowned")
-        self._changed = self._thread.submit(self._digest_all) if self._count else None
+        self._changed = self._begin(self._digest_all) if self._count else None
 
     def next_changed(self) -> list[str]:
         """Return the names of the tensors in blocks that were found to differ; look at the next
         block. Does not wait: the thread's last look tells of the calls before."""
         if self._changed is None or not self._changed.done():
             return []
-        found = self._changed.result()
-        self._changed = self._thread.submit(self._look, self._next)
-        self._next = (self._next + 1) % self._count
+        found, number = self._changed.result(), self._next
+        self._changed = self._begin(lambda: self._look(number))
+        self._next = (number + 1) % self._count
         return found
+
+    def _begin(self, work: Callable[[], list[str]]) -> Future[list[str]] | None:
+        """None: the program is ending, and with it all pools."""
+        try:
+            return self._thread.submit(work)
+        except RuntimeError:
+            return None
 
     def _digest_all(self) -> list[str]:
         self._known = [self._digest(number) for number in range(self._count)]

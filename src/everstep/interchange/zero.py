@@ -10,7 +10,7 @@ The parts are those of everstep.integrations.deepspeed: any stage and number of 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,17 +60,14 @@ class _Reader:
     dtypes: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def put(self, name: str, key: str, dtype: str, parts: Sequence[Part]) -> None:
-        """Some of its elements."""
-        self.parts.setdefault(name, {}).setdefault(key, []).extend(parts)
-        if self.dtypes.setdefault(key, dtype) != dtype:
-            raise ValueError(f"{key} is of two dtypes")
-
     def add(self, name: str, row: Mapping[str, Any], start: int, at: int, count: int) -> None:
         """From a rank's rows: `count` of its elements from `start` on lie at `at`."""
         for key, value in row.items():
             if isinstance(value, Found) and len(value.shape) == 1:
-                self.put(name, key, value.dtype, value.flat(self.shapes[name], start, at, count))
+                parts = value.flat(self.shapes[name], start, at, count)
+                self.parts.setdefault(name, {}).setdefault(key, []).extend(parts)
+                if self.dtypes.setdefault(key, value.dtype) != value.dtype:
+                    raise ValueError(f"{key} is of two dtypes")
             else:
                 self.numbers.setdefault(name, {})[key] = value
 
@@ -188,7 +185,8 @@ class _Reader:
         )
 
     def add_universal(self, tag: Path, state: Mapping[str, Any]) -> None:
-        """Each parameter has a folder, of a file for itself and for each tensor of its state."""
+        """Each parameter has a folder, of a file for itself and for each tensor of its state: made
+        of stage 3, each is a row of numbers."""
         said = archives.load(tag / "zero" / "optimizer_state.pt")
         shapes = [dict(each) for each in state["param_shapes"]]
         common = (said.get("optimizer_state_dict") or {}).get("state") or {}
@@ -205,7 +203,8 @@ class _Reader:
                     value = archives.load(path)
                     value = value["param"] if isinstance(value, dict) else value
                     if isinstance(value, Found) and path.stem != "step":
-                        self.put(name, path.stem, value.dtype, value.parts)
+                        in_a_row = replace(value, shape=(prod(value.shape),))
+                        self.add(name, {path.stem: in_a_row}, 0, 0, prod(shape))
                     else:
                         self.numbers[name][path.stem] = value
         self._set_groups(shapes, said["param_groups"])
