@@ -222,6 +222,26 @@ def test_two_checkpointers_with_logs_on_one_optimizer(store, other_store, clip):
         check_steps(path, build(2), frozen)
 
 
+def test_two_checkpointers_are_told_of_steps_in_an_update(store, other_store):
+    state = build(1)
+    one, other = (everstep.Checkpointer(place, state) for place in (store, other_store))
+    with one, other:
+        one.save(0)
+        other.save(0)
+        steps = iter(range(1, 4))
+
+        def tell(optimizer, args, kwargs):
+            step = next(steps)
+            one.step(step)
+            other.step(step)
+
+        state["optimizer"].register_step_post_hook(tell)
+        state["optimizer"].register_step_post_hook(lambda *_: None)
+        for step in range(1, 4):
+            train(state, step)
+    assert everstep.Store(store).latest() == everstep.Store(other_store).latest() == 3
+
+
 def test_hooks_of_a_closed_checkpointer_are_gone(store, other_store):
     state = build(1)
     with logged(store, state) as one:

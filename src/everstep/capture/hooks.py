@@ -9,7 +9,7 @@ calls them then, when nothing is updated, and never again.
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -68,8 +68,12 @@ class Hook:
             )
         self._leave_compiled()
         optimizer: Any = self._optimizer  # torch calls its OrderedDicts dicts
-        optimizer._optimizer_step_pre_hooks.move_to_end(self._before.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(self._after.id, last=False)
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        # What is in place is left alone: torch may be going through them.
+        if not _is_at_begin(self._before.id, reversed(before)):
+            before.move_to_end(self._before.id)
+        if not _is_at_begin(self._after.id, after):
+            after.move_to_end(self._after.id, last=False)
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
@@ -142,7 +146,7 @@ class Hook:
         if self._recorder.is_on:
             began = time.perf_counter()
             hooks = reversed(self._optimizer._optimizer_step_pre_hooks)
-            if not _ours.issuperset(takewhile(self._before.id.__ne__, hooks)):
+            if not _is_at_begin(self._before.id, hooks):
                 self._recorder.refuse(
                     f"a pre-hook of {self._state.name!r} was registered meanwhile"
                 )
@@ -159,6 +163,11 @@ class Hook:
     def _after_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not is_capturing() and self._recorder.is_on:
             self._recorder.after_step(self._state)
+
+
+def _is_at_begin(own: int, hooks: Iterable[int]) -> bool:
+    """Whether there is nothing before it but others of everstep's."""
+    return _ours.issuperset(takewhile(own.__ne__, hooks))
 
 
 def _closure_of(loss: Any) -> dict[str, Any]:
