@@ -487,8 +487,9 @@ class Tail:
         full, at = self._buffers[0][: self._used], self._at
         try:
             self._writes.append(self._thread.submit(self._write, full, at))
-        except RuntimeError:  # the program is ending, and with it all pools
+        except RuntimeError:  # the program is ending, and with it all pools; or no thread starts
             self._settle(0)
+            self._thread.shutdown(cancel_futures=True)  # of this write, too: it may have kept it
             self._write(full, at)
         self._at, self._used = at + self._used, 0
         self._buffers.rotate(-1)

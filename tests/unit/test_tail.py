@@ -1,0 +1,41 @@
+"""The end of a file that is filled while it is written (keeper/data.py)."""
+
+import random
+import threading
+
+from everstep.keeper.data import BUFFER_BYTES, BUFFERS, Tail
+from everstep.tiers.files import NewFile
+from everstep.tiers.system import System
+
+
+class Noted(System):
+    """Notes where is written."""
+
+    def __init__(self):
+        self.places = []
+
+    def pwrite(self, fd, data, offset):
+        self.places.append(offset)
+        return super().pwrite(fd, data, offset)
+
+
+def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
+    data = random.Random(1).randbytes((BUFFERS + 2) * BUFFER_BYTES)
+    begin, refused = threading.Thread.start, []
+
+    def start(thread):
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    system = Noted()
+    file = NewFile.create(system, str(tmp_path / "file"))
+    with file.kept(), Tail(file, 0) as tail:
+        tail.append(data)
+        assert tail.finish() == len(data)
+    file.finish()
+    assert len(refused) == 1
+    assert system.places == sorted(set(system.places))
+    assert (tmp_path / "file").read_bytes() == data
