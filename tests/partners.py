@@ -29,6 +29,13 @@ class Partner:
         return self.peers[-1]
 
 
+class Attentive(Service):
+    """One that sees at once that it is to end."""
+
+    def serve_forever(self, poll_interval: float = 0.01) -> None:
+        super().serve_forever(poll_interval)
+
+
 def end(service: Service) -> None:
     """As its process's death does."""
     service.shutdown()
@@ -43,7 +50,7 @@ def partner(tmp_path):
     """One with 64 MiB of memory."""
     memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
     holding = Holding(memory, store)
-    made = Partner(memory, store, holding, Service(holding, Address.new("127.0.0.1")))
+    made = Partner(memory, store, holding, Attentive(holding, Address.new("127.0.0.1")))
     yield made
     for peer in made.peers:
         peer.close()
