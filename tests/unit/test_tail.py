@@ -3,6 +3,7 @@
 import random
 import threading
 
+from everstep.format.packed import HEADER_BYTES
 from everstep.keeper.data import BUFFER_BYTES, BUFFERS, Tail
 from everstep.tiers.files import NewFile
 from everstep.tiers.system import System
@@ -32,10 +33,10 @@ def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     system = Noted()
     file = NewFile.create(system, str(tmp_path / "file"))
-    with file.kept(), Tail(file, 0) as tail:
+    with file.kept(), Tail(file) as tail:
         tail.append(data)
-        assert tail.finish() == len(data)
+        assert tail.finish() == HEADER_BYTES + len(data)
     file.finish()
     assert len(refused) == 1
     assert system.places == sorted(set(system.places))
-    assert (tmp_path / "file").read_bytes() == data
+    assert (tmp_path / "file").read_bytes()[HEADER_BYTES:] == data

@@ -105,7 +105,7 @@ class Log:
             self._unowned = Unowned(self._others(captured.collected), handle.step)
             self._base_step, self._base_call = handle.step, handle.call
         elif captured.share is None:
-            if self._told is None:
+            if self._told is None or self._told.error:
                 self._record_bytes = self._record_bytes or size_of(captured.collected)
                 self._told = handle
             elif self._told.bytes is not None:

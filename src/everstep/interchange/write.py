@@ -4,6 +4,7 @@ What is committed is as after a save: packs, then the table, then the manifest (
 The epoch is claimed when all is durable: an import that is broken off leaves no branch behind.
 """
 
+import mmap
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -19,12 +20,12 @@ from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
 from everstep.interchange.draft import Borrowed, Draft
-from everstep.keeper.data import Tail
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
 from everstep.store.presence import is_empty, living, shown
 from everstep.store.read import PackCheck, opened
+from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
 
 Progress = Callable[[int, int], None]
@@ -79,12 +80,11 @@ def _write(
     token, links = secrets.token_hex(4), list[FileLink]()
     try:
         for number, pack in enumerate(packs.layout.packs):
-            links.append(FileLink(names.pack_path(name, token, number), pack.size))
-            with disk.new_file(links[-1].path) as file, Tail(file, 0) as tail:
-                packs.write(number, tail)
-            disk.finish(links[-1].path, file)
-        shared = chain.from_iterable(_take(disk, each) for each in draft.borrowed)
-        disk.sync_entries([*(link.path for link in links), *shared])
+            link = FileLink(names.pack_path(name, token, number), pack.size)
+            disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
+            links.append(link)
+        shared = list(chain.from_iterable(_take(disk, each) for each in draft.borrowed))
+        disk.sync_entries(shared)
         own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
         tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
         made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
@@ -146,7 +146,7 @@ def _manifest(
 
 
 class _Packs:
-    """The packs of a draft, and the digests of those that are written."""
+    """The bytes of the packs of a draft, in their order, and the digests, once they have passed."""
 
     def __init__(self, draft: Draft, progress: Progress) -> None:
         rows = [
@@ -164,22 +164,21 @@ class _Packs:
         for piece, (spec, blocks) in zip(self.layout.pieces, rows, strict=True):
             self._members[piece.pack].append((piece, blocks, spec.name))
 
-    def write(self, number: int, tail: Tail) -> None:
-        """Raises Corrupt where the source has other bytes than it said."""
+    def blocks(self, number: int) -> Iterator[memoryview]:
+        """Those of a pack. Raises Corrupt where the source has other bytes than it said."""
         pack = self.layout.packs[number]
         self.digests[pack.digest] = digest_of(pack.header)
-        tail.append(pack.header)
+        yield memoryview(pack.header)
         at = len(pack.header)
         for piece, blocks, name in sorted(
             self._members[number], key=lambda row: (row[0].offset, row[0].size)
         ):
-            tail.append(bytes(piece.offset - at))
-            self._write_piece(piece, blocks, name, tail)
+            yield memoryview(bytes(piece.offset - at))
+            yield from self._piece(piece, blocks, name)
             at = piece.offset + piece.size
-        tail.append(bytes(pack.size - at))
-        tail.finish()
+        yield memoryview(bytes(pack.size - at))
 
-    def _write_piece(self, piece: Piece, blocks: tensors.Blocks, name: str, tail: Tail) -> None:
+    def _piece(self, piece: Piece, blocks: tensors.Blocks, name: str) -> Iterator[memoryview]:
         digest, done = xxhash.xxh3_128(), 0
         for block in blocks():
             view = block
@@ -195,7 +194,7 @@ class _Packs:
                 break
             self._done += len(block)
             self._progress(self._done, self._total)
-            tail.append(block)
+            yield block
         if done != piece.size:
             raise Corrupt(
                 f"reading {self._draft.where}: {name!r} has other than {piece.size} bytes"
@@ -206,3 +205,18 @@ class _Packs:
 
 def _box(found: tensors.Found, part: tensors.Part) -> Box | None:
     return None if part.box == Box.whole(found.shape) else part.box
+
+
+def _regrouped(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in large page-aligned blocks, for direct writes."""
+    block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
+    for piece in pieces:
+        while piece:
+            count = min(len(piece), EXTENT_BYTES - filled)
+            block[filled : filled + count] = piece[:count]
+            filled, piece = filled + count, piece[count:]
+            if filled == EXTENT_BYTES:
+                yield block
+                block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
+    if filled:
+        yield block[:filled]

@@ -442,13 +442,12 @@ class Tail:
     written, in order, by a thread of its own. To be left before the file is closed. `seconds`: what
     the writes took."""
 
-    def __init__(self, file: NewFile, at: int = HEADER_BYTES) -> None:
-        """`at`: where it begins."""
+    def __init__(self, file: NewFile) -> None:
         self._file, self.seconds = file, 0.0
         self._buffers = deque(memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(BUFFERS))
         """The first is being filled; the last ones are being written."""
         self._used = 0
-        self._at = at
+        self._at = HEADER_BYTES
         self._thread = ThreadPoolExecutor(1, "everstep-tail")
         self._writes: deque[Future[None]] = deque()
 
