@@ -96,7 +96,7 @@ class CopySpeed:
             self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
 
     def _read(self) -> None:
-        """What is over."""
+        """Note what the devices have finished."""
         while self._unread:
             read, spans = self._unread.popleft()
             if not all(span.is_over for span in spans):
@@ -105,11 +105,11 @@ class CopySpeed:
             read(spans)
 
     def _read_overlap(self, spans: list[Span]) -> None:
-        """Of several devices that with the shortest step: any piece may lie there."""
+        """Note the shortest step of several devices: any piece may lie there."""
         self.overlap_s = _mean(self.overlap_s, min(span.seconds for span in spans))
 
     def _read_copy(self, spans: list[Span]) -> None:
-        """Of several devices that which copies slowest: updates wait for the last copy."""
+        """Note the slowest of several devices: updates wait for the last copy."""
         totals: dict[torch.device, tuple[int, float]] = {}
         for span in spans:
             size, seconds = totals.get(span.device, (0, 0.0))

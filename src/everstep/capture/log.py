@@ -64,9 +64,9 @@ class Log:
         self._window: Window | None = None
         """Of the next base, where it is under way."""
         self._record_bytes = 0
-        """Of a record on the disk, as far as that is known; ..."""
+        """How many bytes a record has on the disk, as far as that is known; ..."""
         self._told: SaveHandle | None = None
-        """... which this one tells next."""
+        """... and the handle that tells it next."""
 
     def wants(self, step: int) -> bool:
         """See Strategy."""

@@ -68,7 +68,7 @@ class Spread:
         self._pieces: list[Piece] = []
         """Of that walk."""
         self._groups: list[list[Piece]] = []
-        """By the steps of ..."""
+        """What each step copies of ..."""
         self._chosen_for: int | None = None
         """... the window that ends at this one, as it was chosen."""
         self._broken_due: int | None = None

@@ -25,7 +25,8 @@ CAUTION = 1.5
 what is stored are in it."""
 
 UNHIDDEN = 0.15
-"""Of what is done side by side: `python -m benchmarks.codecs`."""
+"""So much of the smaller of two times shows where both are spent side by side, by what
+`python -m benchmarks.codecs` measured."""
 
 GAIN_MIN = 0.05
 """Of the time until durable: for less everything stays raw."""

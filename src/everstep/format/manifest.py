@@ -203,7 +203,7 @@ class Previous:
 
     @property
     def name(self) -> CheckpointName:
-        """Which it is."""
+        """The step and the epoch by which it is known."""
         return CheckpointName(self.step, self.epoch)
 
 

@@ -44,6 +44,8 @@ from everstep.tiers.files import NewFile
 
 BUFFER_BYTES, BUFFERS = 4 << 20, 3
 _AHEAD_BYTES = 16 << 20
+"""Of chunks that are encoded before they are written."""
+
 _SHARE_BYTES = 16 << 20
 
 

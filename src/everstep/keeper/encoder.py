@@ -25,7 +25,7 @@ from everstep.format.tables import Extent, Table
 from everstep.keeper.measured import FreeCores
 
 THREADS = min(4, len(os.sched_getaffinity(0)))
-"""That digest and encode."""
+"""So many digest and encode."""
 
 SMALL_BYTES = 64 << 10
 """A chunk of less is not encoded."""
@@ -37,7 +37,7 @@ _SLICES, _SLICE_BYTES = 4, 16 << 10
 _RENEW_SAVES = 25
 _LAYOUTS_MAX = 4
 _ITEMS = 64
-_TIMES = 3
+_SPEED_TRIALS = 3
 
 View = Callable[[Extent], memoryview]
 
@@ -147,8 +147,8 @@ class Speeds:
         if len(raw) < 2 * size:
             return speed
         work = encode or partial(codec.encode, encoder, item_size=item_size)
-        work(raw[:item_size])  # it imports
-        seconds = min(_seconds(work, raw) for _ in range(_TIMES))  # the first has new memory
+        work(raw[:item_size])  # it imports; and the first of the trials takes new memory
+        seconds = min(_seconds(work, raw) for _ in range(_SPEED_TRIALS))
         self._known[encoder, item_size] = len(raw), len(raw) / seconds
         return self._known[encoder, item_size][1]
 
@@ -193,7 +193,7 @@ class Encoding:
         return (raw, None) if found is None else (found, codec.name_of(encoder))
 
     def _apply(self, encoder: str, chunk: Extent, raw: memoryview) -> bytes | None:
-        """On no more cores than are free, unless it takes no time."""
+        """Encode a chunk, on no more cores than are free, unless that takes no time."""
         if encoder == codec.ZEROS:
             return codec.encode(encoder, raw, chunk.item_size)
         with self.encoder.counting():

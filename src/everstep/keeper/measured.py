@@ -21,7 +21,7 @@ class Speed:
 
     bytes_per_s: float | None = None
     noted: float = field(default_factory=time.monotonic)
-    """When that was."""
+    """When it was noted last."""
 
     def note(self, size: int, seconds: float) -> None:
         """One write, with its sync; a mean that forgets."""

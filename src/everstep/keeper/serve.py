@@ -65,7 +65,7 @@ class Address(NamedTuple):
 
 
 class Service(socketserver.ThreadingTCPServer):
-    """Listens, with threads of its own."""
+    """A port for partners, which threads of its own serve."""
 
     allow_reuse_address = daemon_threads = True
     block_on_close = False
@@ -123,7 +123,7 @@ class Service(socketserver.ThreadingTCPServer):
             log.warning("a partner: %r", error)
 
     def shutdown_request(self, request: Any) -> None:
-        """Nothing more comes of a connection."""
+        """End a connection."""
         with self._lock:
             self._strangers.discard(request)
             self._links.discard(request)

@@ -10,7 +10,7 @@ class System:
     """The system calls that a Disk makes. Errors are OSError."""
 
     written = 0
-    """Bytes, about: threads count beside each other."""
+    """How many bytes were written so far, about: threads count beside each other."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """open(2)."""

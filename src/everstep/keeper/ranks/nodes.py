@@ -109,7 +109,7 @@ class Nodes:
         self._publish(name, own)
 
     def _publish(self, name: CheckpointName, part: NodePart) -> None:
-        """Durably, in place of what this node said before."""
+        """Publish it durably, in place of what this node said before."""
         self._disk.replace(names.part_path(name, part.node), encode_node_part(part))
 
     def _clear(self, name: CheckpointName) -> None:
