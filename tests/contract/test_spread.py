@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 
 import everstep
 from everstep import Store, Unsupported
+from everstep.capture.copies import Batch
 from everstep.cli.main import main
 from stores import packs_of
 
@@ -43,6 +45,28 @@ def test_pieces_are_copied_over_the_window_and_gradients_only_for_them(store):
             if name.startswith("model.layers") or name == "model.norm.weight":
                 assert {f"optimizer.{name}.{key}" for key in ("step", "exp_avg")} <= own
         copied |= own
+
+
+def test_an_update_waits_for_the_last_pieces_but_not_for_the_last_gradients(store, monkeypatch):
+    copy, is_due, updated, was_awaited = Batch.copy_from_cpu, [], threading.Event(), []
+
+    def copy_pieces_only(batch, *places, **options):
+        is_lazy = is_due and threading.current_thread().name == "everstep-copy"
+        if is_lazy and is_due.pop() == "gradients":
+            was_awaited.append(not updated.wait(10))
+        copy(batch, *places, **options)
+
+    monkeypatch.setattr(Batch, "copy_from_cpu", copy_pieces_only)
+    with checkpointer(store, state := make(1), **SPREAD) as saver:
+        frozen = run(saver, state, range(1, 8))
+        train(state)
+        is_due += ["gradients", "pieces"]
+        assert saver.step(8)
+        frozen[8] = snapshot(state)
+        train(state)
+        updated.set()
+    assert was_awaited == [False]
+    check_newest(store, make(2), frozen, 8)
 
 
 def test_it_is_read_when_it_was_made_whole(store, capsys):

@@ -81,6 +81,12 @@ class Owned:
         found: set[torch.device] = set(self.batch.on_device)
         return found.union(*(each.devices for each in self.slices))
 
+    def digest(self) -> None:
+        """Digest what is left of its slices: then its update may come. Copying thread."""
+        while self.slices:
+            self.slices.pop().digest()
+        self.ready.set()
+
 
 @dataclass(slots=True)
 class Capture:
@@ -448,14 +454,12 @@ class Copier:
         landings, spans = list(capture.eager), list[Span]()
         for owner, owned in capture.owned.items():
             landings += self._enqueue(capture, owned, spans)
-            if owner == DIGEST_OWNER:  # the last one: the keeper works on the others meanwhile
-                for slice_ in (each for other in capture.owned.values() for each in other.slices):
-                    slice_.digest()
+            if owner == DIGEST_OWNER:  # the last one: the keeper works on the record meanwhile
+                for other in capture.owned.values():
+                    other.digest()
             owned.batch.copy_from_cpu(slot.arena, slot.index, self._movers, progress.arrived)
-            if not owned.slices:
-                owned.ready.set()
-        for owned in capture.owned.values():
-            owned.ready.set()
+            if owned.batch or not owned.slices:  # its update waits for no record
+                owned.digest()
         for event, start in landings:
             event.synchronize()
             progress.arrived(start)

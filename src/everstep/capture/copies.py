@@ -88,6 +88,10 @@ class Batch:
             batch.on_device[device] = in_groups(sized, _GROUP_BYTES)
         return batch
 
+    def __bool__(self) -> bool:
+        """Whether there is anything to copy."""
+        return bool(self.shares or self.strided or self.on_device)
+
     def starts(self) -> Iterator[int]:
         """The offset at which each unit begins."""
         yield from (share[0][0] for share in self.shares)
