@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from everstep.errors import Mismatch
+from everstep.errors import Mismatch, Unavailable
 from everstep.format.manifest import FORMS
 from everstep.format.merge import merge_sets
 
@@ -12,7 +12,8 @@ def merge_descriptions(
     each: Sequence[Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What several ranks say, as one, and how their hyperparameter sets are numbered in it. Raises
-    Mismatch."""
+    Mismatch; Unavailable where they are at other turns of a thinned state: by a failure that one
+    has heard of before the others. All have all in the saves after this one, and go on alike."""
     hyperparameters, calls, mapping = merge_numbered(each, [(n,) for n in range(len(each))])
     objects, ranks = objects_of(each)
     record, share = each[0].get("record"), each[0].get("share")
@@ -20,6 +21,8 @@ def merge_descriptions(
         raise Mismatch(
             "saving: the ranks derive different parts (derive=). Give all the same rules"
         )
+    if any(said.get("kept") != each[0].get("kept") for said in each):
+        raise Unavailable("saving: the ranks have other parts of the state due. All save all next")
     if share and share["calls"] is not None:
         share = {**share, "calls": calls}
     return {
@@ -29,7 +32,6 @@ def merge_descriptions(
         "own": ranks,
         "record": record and {**record, "calls": calls},
         "share": share,
-        "kept": sorted({turn for said in each for turn in said.get("kept", ())}),
     }, mapping
 
 
