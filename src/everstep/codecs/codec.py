@@ -5,7 +5,7 @@ All are lossless, and see one chunk at a time, of at most 4 MiB. A new one is a 
 choice.py and the keeper measure it by themselves.
 """
 
-from everstep.codecs import planes, zstd
+from everstep.codecs import difference, planes, zstd
 from everstep.errors import Unsupported
 
 RAW = "raw"
@@ -31,9 +31,14 @@ ENCODERS = (ZEROS, PLANES, ZSTD)
 WORTH = planes.WORTH
 
 
-def encode(codec: str, data: memoryview, item_size: int) -> bytes | None:
-    """The encoding of a chunk of such items, or None where it would not save a tenth. Blocks,
-    without the GIL; any number of threads may call it."""
+def encode(
+    codec: str, data: memoryview, item_size: int, before: memoryview | None = None
+) -> bytes | None:
+    """The encoding of a chunk of such items, or None where it would not save a tenth. `before`: of
+    a difference, to what. Blocks, without the GIL; any number of threads may call it."""
+    if codec == DIFFERENCE:
+        assert before is not None
+        return difference.encode(data, before, item_size)
     if codec == ZSTD:
         found = zstd.encode(data)
         return found if len(found) <= WORTH * data.nbytes else None

@@ -10,17 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from everstep.codecs import codec, difference
+from everstep.codecs import codec
 from everstep.codecs.choice import Figures, Sample, choose
 from everstep.codecs.rounded import DTYPES, SOURCE, is_rounded, rounded
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Previous
-from everstep.format.packs import Piece, chunk_count, chunks
+from everstep.format.packs import Piece, chunks
 from everstep.format.tables import Extent, Table
 from everstep.keeper.measured import FreeCores
 
@@ -43,12 +42,12 @@ View = Callable[[Extent], memoryview]
 
 
 class Master(NamedTuple):
-    """Of a chunk that may be rounded: the tensor it is rounded from, its own dtype, and which
-    chunks of that tensor have its elements."""
+    """Of a chunk that may be rounded: the tensor it is rounded from, its own dtype, and where its
+    elements lie there."""
 
     name: str
     dtype: str
-    chunks: tuple[Extent, ...]
+    elements: Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +67,6 @@ class Base:
     contents: Mapping[int, str]
     depth: int
 
-    def encode(self, chunk: Extent, raw: memoryview) -> bytes | None:
-        """The difference of a chunk; None where it is not worth it, or the base is gone."""
-        if (known := self.contents.get(chunk.digest)) is None:
-            return None
-        before = self.view(chunk)
-        found = difference.encode(raw, before, chunk.item_size)
-        return found if found is None or digest_of(before) == known else None
-
     def has(self, chunk: Extent) -> bool:
         """Whether it is there still."""
         return digest_of(self.view(chunk)) == self.contents.get(chunk.digest)
@@ -91,8 +82,6 @@ class _Layout:
     masters: dict[int, Master] = field(default_factory=dict)
     """Of chunks that were rounded when that was looked at last, by their digests."""
     rounded_bytes_per_s: float = 0.0
-    knows_differences: bool = False
-    """Whether samples were taken when there was a base."""
     age: int = 0
 
     @classmethod
@@ -114,10 +103,10 @@ class _Layout:
         """Look which chunks are rounded; blocks until all has arrived, if there can be any."""
         self.masters = find_masters(table, view, SMALL_BYTES)
         if self.masters:
-            _, dtype, (first, *_) = next(iter(self.masters.values()))
+            _, dtype, elements = next(iter(self.masters.values()))
             began = time.thread_time()
-            rounded(view(first), dtype)
-            self.rounded_bytes_per_s = first.size / 2 / _since(began)
+            rounded(view(elements), dtype)
+            self.rounded_bytes_per_s = elements.size / 2 / _since(began)
 
     def sample(self, what: str, figures: Mapping[str, Figures]) -> Sample:
         """A tensor of these figures."""
@@ -135,21 +124,19 @@ class Speeds:
         """The largest chunk that was seen, and its bytes a second."""
 
     def of(
-        self,
-        encoder: str,
-        raw: memoryview,
-        item_size: int,
-        encode: Callable[[memoryview], object] | None = None,
+        self, encoder: str, raw: memoryview, item_size: int, before: memoryview | None = None
     ) -> float:
         """As far as it is known; where no chunk of at least half this one was seen, by this one.
-        `encode`: how, if it takes more than the bytes."""
+        `before`: see codec.encode."""
         size, speed = self._known.get((encoder, item_size), (0, 0.0))
         if len(raw) < 2 * size:
             return speed
-        work = encode or partial(codec.encode, encoder, item_size=item_size)
-        work(raw[:item_size])  # it imports; and the first of the trials takes new memory
-        seconds = min(_seconds(work, raw) for _ in range(_SPEED_TRIALS))
-        self._known[encoder, item_size] = len(raw), len(raw) / seconds
+        times = []
+        for _ in range(_SPEED_TRIALS):  # the first one imports, and takes new memory
+            began = time.thread_time()
+            codec.encode(encoder, raw, item_size, before)
+            times.append(_since(began))
+        self._known[encoder, item_size] = len(raw), len(raw) / min(times)
         return self._known[encoder, item_size][1]
 
 
@@ -157,16 +144,15 @@ class Speeds:
 class Encoding:
     """What is done with the chunks of one part. Its methods are for any thread.
 
-    `encoders`: by `what` an extent is; none where all stays raw. `others`: where `base` is gone.
-    `is_near`: whether the link is so slow that anything can come of it. `wanted`: of which chunks,
-    by their digests, samples are taken.
+    `encoders`: by `what` an extent is; none where all stays raw. `is_near`: whether the link is so
+    slow that anything can come of it. `wanted`: of which chunks, by their digests, samples are
+    taken.
     """
 
     encoder: "Encoder"
     layout: _Layout
     view: View
     encoders: Mapping[str, str] = field(default_factory=dict)
-    others: Mapping[str, str] = field(default_factory=dict)
     base: Base | None = None
     is_near: bool = False
     wanted: Set[int] = frozenset()
@@ -174,9 +160,11 @@ class Encoding:
     def look(self, chunk: Extent, raw: memoryview) -> None:
         """Take a sample of it, if that is wanted."""
         if chunk.digest in self.wanted:
-            figures = figures_of(raw, chunk.item_size, codec.ENCODERS, self.encoder.speeds)
-            if self.base and (found := self._difference(chunk, raw)):
-                figures[codec.DIFFERENCE] = found
+            base, speeds = self.base, self.encoder.speeds
+            before = base.view(chunk) if base else None
+            figures = figures_of(raw, chunk.item_size, codec.ENCODERS, speeds, before)
+            if base and not base.has(chunk):
+                del figures[codec.DIFFERENCE]
             self.layout.samples[chunk.what] = self.layout.sample(chunk.what, figures)
 
     def encode(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
@@ -186,46 +174,32 @@ class Encoding:
             return raw, None
         if encoder == codec.ROUNDED:
             return self._rounded(chunk, raw)
-        found = self._apply(encoder, chunk, raw)
-        if found is None and encoder == codec.DIFFERENCE and chunk.what in self.others:
-            encoder = self.others[chunk.what]
-            found = self._apply(encoder, chunk, raw)
+        if encoder == codec.ZEROS:  # which takes no time
+            found = codec.encode(encoder, raw, chunk.item_size)
+        else:
+            with self.encoder.counting():
+                if encoder == codec.DIFFERENCE:
+                    if found := self._difference(chunk, raw):
+                        return found, encoder
+                    encoder = codec.PLANES
+                found = codec.encode(encoder, raw, chunk.item_size)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
 
-    def _apply(self, encoder: str, chunk: Extent, raw: memoryview) -> bytes | None:
-        """Encode a chunk, on no more cores than are free, unless that takes no time."""
-        if encoder == codec.ZEROS:
-            return codec.encode(encoder, raw, chunk.item_size)
-        with self.encoder.counting():
-            if encoder == codec.DIFFERENCE:
-                return self.base.encode(chunk, raw) if self.base else None
-            return codec.encode(encoder, raw, chunk.item_size)
-
-    def _difference(self, chunk: Extent, raw: memoryview) -> Figures | None:
-        """None where the base is gone."""
-        base, size = self.base, chunk.item_size
-        assert base
-        data = _excerpt(raw)
-        encoded = difference.encode(data, _excerpt(base.view(chunk)), size)
-        share = 1.0 if encoded is None else len(encoded) / len(data)
-        speed = self.encoder.speeds.of(
-            codec.DIFFERENCE,
-            raw,
-            size,
-            lambda part: base.encode(replace(chunk, size=len(part)), part),
-        )
-        return Figures(share, speed) if base.has(chunk) else None
+    def _difference(self, chunk: Extent, raw: memoryview) -> bytes | None:
+        """None where it is not worth it, or the base is gone."""
+        assert self.base
+        before = self.base.view(chunk)
+        found = codec.encode(codec.DIFFERENCE, raw, chunk.item_size, before)
+        return found if found and self.base.has(chunk) else None
 
     def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """Nothing, where it is: blocks until its master has arrived. One that is not is not tried
         again before masters are looked for anew."""
         if not (master := self.layout.masters.get(chunk.digest)):
             return raw, None
-        parts = [self.view(each) for each in master.chunks]
-        half = len(parts[0]) // 2
+        elements = self.view(master.elements)
         with self.encoder.counting():
-            halves = zip((raw[:half], raw[half:]), parts, strict=False)
-            is_equal = all(is_rounded(copy, part, master.dtype) for copy, part in halves)
+            is_equal = is_rounded(raw, elements, master.dtype)
         if is_equal:
             return b"", f"{codec.ROUNDED}:{master.name}"
         self.layout.masters.pop(chunk.digest, None)
@@ -275,14 +249,13 @@ class Encoder:
             layout.find_masters(table, view)
         known = layout.samples if is_near else {}
         samples = known or self._probe(layout, view, codec.ENCODERS if is_near else (codec.ZEROS,))
-        alone = {name: sample.without(codec.DIFFERENCE) for name, sample in samples.items()}
-        others = choose(alone, link_bytes_per_s, free)
-        encoders = choose(samples, link_bytes_per_s, free) if base else others
-        encoding = Encoding(self, layout, view, encoders, others, base, is_near)
-        if is_stale or (base is not None and not layout.knows_differences):
+        knows_differences = any(codec.DIFFERENCE in each.figures for each in samples.values())
+        if not base:
+            samples = {name: each.without(codec.DIFFERENCE) for name, each in samples.items()}
+        encoders = choose(samples, link_bytes_per_s, free)
+        encoding = Encoding(self, layout, view, encoders, base, is_near)
+        if is_stale or (base and not knows_differences):
             encoding.wanted = {chunk.digest for chunk in layout.firsts.values()}
-        layout.knows_differences &= not is_stale
-        layout.knows_differences |= base is not None
         layout.age += is_near
         self._limit = threading.Semaphore(max(1, round(free)))
         return encoding
@@ -310,21 +283,21 @@ class Encoder:
 
 
 def figures_of(
-    raw: memoryview, item_size: int, encoders: tuple[str, ...], speeds: Speeds
+    raw: memoryview,
+    item_size: int,
+    encoders: tuple[str, ...],
+    speeds: Speeds,
+    before: memoryview | None = None,
 ) -> dict[str, Figures]:
-    """What encoders do with a chunk: what stays of some slices of it, and how fast that goes."""
+    """What encoders do with a chunk, and differences to what was `before`: what stays of some
+    slices of it, and how fast that goes."""
     data, found = _excerpt(raw), {}
-    for encoder in encoders:
-        encoded = codec.encode(encoder, data, item_size)
+    earlier = None if before is None else _excerpt(before)
+    for encoder in encoders if before is None else (*encoders, codec.DIFFERENCE):
+        encoded = codec.encode(encoder, data, item_size, earlier)
         share = 1.0 if encoded is None else len(encoded) / len(data)
-        found[encoder] = Figures(share, speeds.of(encoder, raw, item_size))
+        found[encoder] = Figures(share, speeds.of(encoder, raw, item_size, before))
     return found
-
-
-def _seconds(work: Callable[[memoryview], object], raw: memoryview) -> float:
-    began = time.thread_time()
-    work(raw)
-    return _since(began)
 
 
 def _since(began: float) -> float:
@@ -353,18 +326,17 @@ def find_masters(table: Table, view: View, size_min: int) -> dict[int, Master]:
         return {}
     known: dict[tuple[Box, str, bytes], tuple[str, Piece]] = {}
     for name, _, piece in _pieces(table, SOURCE, 2 * size_min):
-        some = b"".join(_elements(view, piece, 4))
+        some = memoryview(b"".join(_elements(view, piece, 4)))
         for dtype in DTYPES:
-            known.setdefault(
-                (piece.box, dtype, bytes(rounded(memoryview(some), dtype))), (name, piece)
-            )
+            known.setdefault((piece.box, dtype, bytes(rounded(some, dtype))), (name, piece))
     found = {}
     for _, dtype, piece in copies:
-        if master := known.get((piece.box, dtype, b"".join(_elements(view, piece, 2)))):
-            own = list(_extents(master[1]))
-            for number in range(chunk_count(piece.size)):
-                both = tuple(own[2 * number : 2 * number + 2])
-                found[piece.digest + number] = Master(master[0], dtype, both)
+        if row := known.get((piece.box, dtype, b"".join(_elements(view, piece, 2)))):
+            name, master = row
+            for number, (start, size) in enumerate(chunks(piece.size)):
+                at = master.offset + 2 * start
+                elements = Extent(master.pack, at, 2 * size, master.digest, "")
+                found[piece.digest + number] = Master(name, dtype, elements)
     return found
 
 
@@ -381,8 +353,3 @@ def _elements(view: View, piece: Piece, item_size: int) -> Iterator[memoryview]:
     whole = view(Extent(piece.pack, piece.offset, piece.size, piece.digest, ""))
     step = piece.size // item_size // _ITEMS * item_size
     return (whole[at * step : at * step + item_size] for at in range(_ITEMS))
-
-
-def _extents(piece: Piece) -> Iterator[Extent]:
-    for number, (start, size) in enumerate(chunks(piece.size)):
-        yield Extent(piece.pack, piece.offset + start, size, piece.digest + number, "", 4)
