@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -208,7 +208,7 @@ class Data:
 
     def write(self, name: CheckpointName, token: str | None = None) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
-        `links` are. `token`: what makes their names new; None: chosen here. After an error the
+        `new` are. `token`: what makes their names new; None: chosen here. After an error the
         caller discards them."""
         token = token or token_hex(4)
         if self._encoding.encoders:
@@ -275,11 +275,6 @@ class Data:
         return self._writer.still.compare(parsed.document, parsed.table, self._content)
 
     @property
-    def links(self) -> tuple[FileLink, ...]:
-        """The files, by the number of the pack; none where nothing was written."""
-        return tuple(self._links[number] for number in sorted(self._links))
-
-    @property
     def new(self) -> tuple[FileLink, ...]:
         """Those that were written for it."""
         return tuple(pack.link for pack in self._written)
@@ -291,31 +286,28 @@ class Data:
 
     def part(self, step: int) -> Part:
         """What the manifest says of them, written or not; blocks until all is digested."""
-        table, sizes = commit.table_link(self.document), self._image.sizes
-        is_written = len(self._links) == len(sizes)
-        if self._encoding.encoders and is_written:
-            return self._packed_part(table, step)
-        if self._encoding.encoders:
-            self._packed = {}
+        sizes = self._image.sizes
+        if self._encoding.encoders and len(self._links) < len(sizes):  # memory has it raw
+            self._encoding.encoders, self._packed = {}, {}
             self._begin_digests(self._moving)
         links = tuple(
             self._links.get(number) or FileLink(f"{names.DATA}/unwritten", size)
             for number, size in enumerate(sizes)
         )
-        return Part(0, table, links, tuple(each.digest for each in self._stored()), step)
-
-    def _packed_part(self, table: FileLink, step: int) -> Part:
         stored = self._stored()
-        encoded = (
-            Encoded(index, each.codec, each.content)
-            for index, each in enumerate(stored)
-            if each.codec
-        )
         digests = tuple(each.digest for each in stored)
-        sizes = tuple(each.size for each in stored)
+        part = Part(0, commit.table_link(self.document), links, digests, step)
+        if not self._encoding.encoders:
+            return part
+        rows = (Encoded(i, each.codec, each.content) for i, each in enumerate(stored) if each.codec)
+        before, lengths = self._before(stored), tuple(each.size for each in stored)
+        base = before.name if before else None
+        return replace(part, stored=lengths, encoded=tuple(rows), base=base)
+
+    def _before(self, stored: Sequence["Stored"]) -> Base | None:
+        """To what some chunks are differences."""
         is_different = any(each.codec == DIFFERENCE for each in stored)
-        base = self._encoding.base.name if self._encoding.base and is_different else None
-        return Part(0, table, self.links, digests, step, sizes, tuple(encoded), base)
+        return self._encoding.base if is_different else None
 
     def base(self, name: Previous) -> Base | None:
         """Itself as the base of the next one, where that can want it. It is committed as `name`."""
@@ -327,9 +319,8 @@ class Data:
             for index, each in enumerate(stored)
             if master_of(each.codec) is None
         }
-        before = self._encoding.base
-        is_different = before and any(each.codec == DIFFERENCE for each in stored)
-        depth = before.depth + 1 if before and is_different else 0
+        before = self._before(stored)
+        depth = before.depth + 1 if before else 0
         return Base(name, self.document, self._image.view, contents, depth)
 
     def _stored(self) -> list["Stored"]:
