@@ -221,15 +221,6 @@ def test_a_document_that_is_too_large_is_not_read(place, monkeypatch):
         tier.read("everstep.json")
 
 
-def test_a_claim_holds_while_it_lasts(tier):
-    with tier.claim("claims/one"):
-        assert tier.is_claimed("claims/one")
-        assert tier.age_s("claims/one") < 60
-    assert not tier.is_claimed("claims/one")
-    assert tier.age_s("claims/one") is None
-    assert not tier.is_claimed("claims/other")
-
-
 def test_one_store_has_one_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "link").symlink_to(tmp_path)

@@ -1,5 +1,6 @@
-"""What was made whole: what holds a log while it is read, and what can go afterwards."""
+"""What was made whole: what goes meanwhile, and what can go afterwards."""
 
+import importlib
 from dataclasses import replace
 
 import pytest
@@ -7,47 +8,55 @@ from keepers import ended
 from runs import check_steps, logged, restore
 from wholes import advance, build, fill, whole_steps
 
-from everstep import Conflict, Keep, Missing, Store
+from everstep import Keep, Missing, Store, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.restore.materialize import materialize
-from everstep.store import claims, commit, names, retain
+from everstep.store import commit, names, retain
 from everstep.tiers.disk import Disk
 from stores import files_of, packs_of
 
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
 
 
-def test_a_claim_holds_what_is_read(store):
+@pytest.mark.parametrize("module", ["rebuild.fill", "materialize.why_inexact"])
+def test_a_step_that_is_deleted_meanwhile(store, monkeypatch, module):
+    """Before anything of it is read, and when all of it was."""
     fill(store)
-    disk, name = Disk(store), CheckpointName(6, 1)
-    materialize(disk, CheckpointName(8, 1))  # retention could delete all that is before it
-    with claims.hold(disk, name):
+    disk = Disk(store)
+    materialize(disk, CheckpointName(8, 1))  # retention can delete all that is before it
+    place = importlib.import_module(f"everstep.restore.{module.partition('.')[0]}")
+    before = getattr(place, module.partition(".")[2])
+
+    def after(*args):
         assert retain.apply(disk, Keep(last=1)) > 0
-        assert Store(store).steps() == [1, 2, 3, 4, 5, 6, 8]
-        with pytest.raises(Conflict, match=r"00000006-0001 is being made whole. Try again"):
-            Store(store).delete(6)
-        Store(store).gc()
-        assert Store(store).verify().ok
-    retain.apply(disk, Keep(last=1))
+        return before(*args)
+
+    monkeypatch.setattr(f"everstep.restore.{module}", after)
+    with pytest.raises(Missing, match=r"00000006-0001 .*was deleted meanwhile"):
+        materialize(disk, CheckpointName(6, 1))
     assert Store(store).steps() == [8]
+    assert len(packs_of(store)) == 2
     assert restore(store, build(2)) == 8
 
 
-def test_gc_leaves_what_a_worker_writes_and_takes_what_a_dead_one_left(store):
+def test_packs_that_gc_takes_meanwhile(store, monkeypatch):
+    """Of an older epoch: who makes a step whole sees that they are gone."""
     fill(store)
-    disk, name = Disk(store), CheckpointName(6, 1)
-    before = files_of(store)
-    with claims.hold(disk, name) as token:
-        pack = store / names.pack_path(name, token, 0)
-        pack.write_bytes(bytes(1000))
+    disk, before = Disk(store), files_of(store)
+    with monkeypatch.context() as patch:
+        publish = commit.publish_state
+
+        def after(*args):
+            assert Store(store).gc()[0] > 0
+            publish(*args)
+
+        patch.setattr("everstep.store.commit.publish_state", after)
         (store / names.epoch_path(2)).write_bytes((store / names.epoch_path(1)).read_bytes())
-        Store(store).gc()
-        assert pack.exists()
+        with pytest.raises(Unavailable, match=r"was deleted meanwhile\. Try again"):
+            materialize(disk, CheckpointName(6, 1))
     (store / names.epoch_path(2)).unlink()
-    dead = store / names.claim_path(name, token)
-    dead.touch()  # as a process that was killed leaves it
-    assert Store(store).gc() == (1, 1000)
     assert files_of(store) == before
+    assert materialize(disk, CheckpointName(6, 1)).exact
 
 
 def test_a_step_that_was_made_whole_outlives_what_was_before(store):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import Fault, Killed
+from faults import Fault
 from sweep import Promises, sweep
 from trainer import build, train_one_step
 
@@ -58,12 +58,6 @@ def check_read(path, step, live):
     assert all(torch.equal(found[key], value) for key, value in live[step].items())
 
 
-def release_if_killed(disk, error):
-    """The files of a process that was killed are closed, and so its claims are no more."""
-    if isinstance(error, Killed):
-        disk._system.release()
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_making_a_step_whole(folder, logged, fault):
     path, live = logged
@@ -74,11 +68,7 @@ def test_making_a_step_whole(folder, logged, fault):
         return Promises(set(ALL), {1})
 
     def make(disk: Disk, promises: Promises) -> None:
-        try:
-            assert materialize(disk, name).exact
-        except BaseException as error:
-            release_if_killed(disk, error)
-            raise
+        assert materialize(disk, name).exact
         promises.whole.add(name)
         check_read(disk.root, 4, live)
         assert [manifest.step for manifest in Store(disk.root).chain(5)] == [4, 5]
@@ -87,7 +77,6 @@ def test_making_a_step_whole(folder, logged, fault):
         commit.claim_epoch(disk, 1, STEPS)
         retain.sweep(disk)
         assert len(packs_of(disk.root)) == STEPS + 1
-        assert not disk.list(names.CLAIMS)
         assert retain.apply(disk, Keep(last=1)) > 0  # nothing is needed but 4 and 5
         assert Store(disk.root).steps() == [4, 5]
 
@@ -182,4 +171,3 @@ def test_workers_and_keepers_killed_at_random_moments(store):
         keeper = restorer._client.keeper_pid
     until(lambda: ended(keeper), "the keeper's end")
     retain.sweep(disk)
-    assert not disk.list(names.CLAIMS)

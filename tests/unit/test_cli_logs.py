@@ -8,7 +8,7 @@ import cli_store
 from commands import CAPTURED, run, run_json
 from everstep.cli.chains import Chains, Link
 from everstep.format.manifest import CheckpointName
-from everstep.store import claims, commit
+from everstep.store import commit
 from everstep.tiers.disk import Disk
 
 
@@ -98,9 +98,6 @@ def test_rm_of_what_a_whole_step_does_not_need(logged: Path, capsys: CAPTURED) -
     assert run("verify", logged) == 0
     capsys.readouterr()
     assert run_json(capsys, "gc", logged)["orphans"] == []
-    with claims.hold(Disk(logged), CheckpointName(13, 1)):
-        assert run("rm", logged, "13-1", "--yes") == 1
-        assert "00000013-0001 is being made whole. Try again" in capsys.readouterr().err
 
 
 def test_ls_of_a_log_whose_base_is_gone(logged: Path, capsys: CAPTURED) -> None:

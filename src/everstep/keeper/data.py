@@ -206,11 +206,10 @@ class Data:
         others = set(range(len(shapes))) - self._links.keys()
         self._begin_digests(others - set(self._moving if is_packed else ()))
 
-    def write(self, name: CheckpointName, token: str | None = None) -> None:
+    def write(self, name: CheckpointName) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
-        `new` are. `token`: what makes their names new; None: chosen here. After an error the
-        caller discards them."""
-        token = token or token_hex(4)
+        `new` are. After an error the caller discards them."""
+        token = token_hex(4)
         if self._encoding.encoders:
             for number in self._moving:
                 self._write_packed(names.pack_path(name, token, number), number)

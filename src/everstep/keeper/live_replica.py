@@ -27,6 +27,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import Job
+from everstep.store import commit, names
 from everstep.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ class LiveReplica:
         self._every: int | None = None
         self._notes: deque[_Note] = deque(maxlen=NOTES_MAX)
         self._newest: _Note | None = None
+        self._told: CheckpointName | None = None
+        """The newest that the worker knows of, of which it may write a base."""
         self._connection: socket.socket | None = None
         self._worker: subprocess.Popen[bytes] | None = None
         self._is_busy = self._has_come = self._is_lending = self._awaits_base = False
@@ -143,9 +146,18 @@ class LiveReplica:
             self._has_come = False
         if worker:
             worker.wait()
+        if self._told:
+            self._discard(self._told)
         if not self._is_over:
             self._fail("Unavailable", "its process has died")
         self._wake()
+
+    def _discard(self, name: CheckpointName) -> None:
+        """What a worker that died may have written of a base, in vain."""
+        with contextlib.suppress(EverstepError):  # gc finds it
+            packs = [f"{names.DATA}/{pack}" for pack in self._disk.list(names.DATA)]
+            own = [path for path in packs if names.is_new_in(path, name)]
+            commit.discard_files(self._disk, name, own)
 
     def _hear(self, message: wire.Message, fds: list[int]) -> None:
         match message:
@@ -222,6 +234,7 @@ class LiveReplica:
             ]
             for note in self._notes
         ]
+        self._told = self._notes[-1].name
         self._notes.clear()
         message = {"type": "follow", "saves": saves, "every": self._every}
         self._send(connection, message, [arenas[key].fd for key in sent])

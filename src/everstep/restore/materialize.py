@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from everstep.errors import Conflict, Missing, Unsupported
+from everstep.errors import Conflict, Corrupt, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
@@ -23,7 +23,7 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
-from everstep.store import catalog, claims, commit
+from everstep.store import catalog, commit
 from everstep.store.names import manifest_path
 from everstep.tiers.tier import Tier
 
@@ -38,25 +38,32 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
     Takes memory for the state. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
     """
-    with claims.hold(disk, name) as token:
+    if made := _find_whole(disk, name):
+        return made
+    try:
+        return _materialize(disk, name)
+    except Conflict:  # somebody else has made it meanwhile
         if made := _find_whole(disk, name):
             return made
-        candidate = Candidate(name, disk)
-        chain = candidate.describe()
-        if not chain.replayed:
-            raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
-        chain.check_unruled(f"materialising {name} of {disk.root}")
-        with adopted(chain.last.manifest.topology), Loader() as loader:
-            tensors = rebuilt(candidate, chain, loader)
-            differing = why_inexact(chain)
-        layout, table = described(chain, tensors)
-        image = Image(parse(table), list(packs_of(layout, tensors)))
-        try:
-            return publish(disk, name, token, chain, image, differing)
-        except Conflict:  # somebody else has made it meanwhile
-            if made := _find_whole(disk, name):
-                return made
+        raise
+    except Corrupt as error:
+        if catalog.is_there(disk, name):
             raise
+        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile") from error
+
+
+def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
+    candidate = Candidate(name, disk)
+    chain = candidate.describe()
+    if not chain.replayed:
+        raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
+    chain.check_unruled(f"materialising {name} of {disk.root}")
+    with adopted(chain.last.manifest.topology), Loader() as loader:
+        tensors = rebuilt(candidate, chain, loader)
+        differing = why_inexact(chain)
+    layout, table = described(chain, tensors)
+    image = Image(parse(table), list(packs_of(layout, tensors)))
+    return publish(disk, name, chain, image, differing)
 
 
 def why_inexact(chain: Chain) -> list[str]:
@@ -107,22 +114,16 @@ def whole_manifest(chain: Chain, part: Part, differing: Sequence[str] = ()) -> M
 
 
 def publish(
-    disk: Tier,
-    name: CheckpointName,
-    token: str,
-    chain: Chain,
-    image: Image,
-    differing: Sequence[str],
+    disk: Tier, name: CheckpointName, chain: Chain, image: Image, differing: Sequence[str]
 ) -> Manifest:
-    """Make the state durable, and publish it beside its log step, on which the caller has a claim
-    of that `token`. Raises Missing where the step is gone, Conflict where a state is there that is
-    to stay."""
+    """Make the state durable, and publish it beside its log step. Raises Missing where the step is
+    gone, Unavailable where gc was quicker, Conflict where a state is there that is to stay."""
     if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
         raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
     log_digest = catalog.digest_of_manifest(disk, name)
     data = Data(Writer(disk, None, parent=chain.base.manifest.name), image, is_record=False)
     try:
-        data.write(name, token)
+        data.write(name)
         data.sync()
         disk.sync_entries([link.path for link in data.new])
         here = commit.find_state(disk, name)
@@ -133,7 +134,7 @@ def publish(
                 f"Materialise a later step"
             )
         manifest = whole_manifest(chain, data.part(name.step), differing)
-        commit.publish_state(disk, manifest, data.document, log_digest, token)
+        commit.publish_state(disk, manifest, data.document, log_digest)
     except BaseException:
         data.discard(name)
         raise

@@ -33,7 +33,7 @@ from everstep.restore.load import Loader, MemorySource, RawSource
 from everstep.restore.materialize import described, publish, whole_manifest, why_inexact
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.topology import adopted
-from everstep.store import catalog, claims, commit, names
+from everstep.store import catalog, commit
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
 
@@ -105,12 +105,7 @@ class Replica:
         assert self._state
         assert self.at
         commit.check_epoch(self._disk, self.at.epoch, self.at.step)
-        if self._disk.list(names.CLAIMS):  # of a worker that died
-            with self._disk.locked(exclusive=True):
-                claims.clear(self._disk)
-        with claims.hold(self._disk, self.at) as token:
-            image = self._settle()
-            made = publish(self._disk, self.at, token, self._state.chain, image, ())
+        made = publish(self._disk, self.at, self._state.chain, self._settle(), ())
         self.records = self.record_bytes = 0
         return made
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from everstep.errors import KINDS, EverstepError, Unavailable, kind_of
 from everstep.keeper.home import node
 from everstep.keeper.wire import ALONE, Place
-from everstep.store.names import CLAIMS
+from everstep.store.names import PROBES
 from everstep.tiers.tier import Tier, name_of
 
 log = logging.getLogger("everstep")
@@ -245,13 +245,13 @@ def _see_one_store(world: World, store: Tier, token: str) -> bool:
     """Whether all ranks find in their stores what rank 0 puts into its own."""
     if not store.has_locks:
         return True
-    path = f"{CLAIMS}/{token}"
-    with contextlib.ExitStack() as stack:
-        if world.rank == 0:
-            world.together("looking at the stores", lambda: stack.enter_context(store.claim(path)))
-        else:
-            world.together("looking at the stores", lambda: None)
+    path = f"{PROBES}/{token}"
+    try:
+        world.together("looking at the stores", lambda: world.rank or store.create(path, b""))
         return all(world.gather("comparing the stores", store.size(path) is not None))
+    finally:
+        if world.rank == 0:
+            store.forget([path])
 
 
 def _check_alike(what: str, said: Sequence[Any]) -> None:

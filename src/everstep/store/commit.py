@@ -212,20 +212,18 @@ def find_state(disk: Tier, name: CheckpointName) -> Manifest | None:
     return catalog.read_state(disk, name) if disk.holds(names.state_path(name)) else None
 
 
-def publish_state(
-    disk: Tier, manifest: Manifest, table: bytes, log_digest: str, token: str
-) -> None:
+def publish_state(disk: Tier, manifest: Manifest, table: bytes, log_digest: str) -> None:
     """Put the whole state of a log step beside its manifest, whose digest is `log_digest`; in the
-    place of a base that was spread over several steps, if there is one. Its packs must be durable,
-    and the caller's claim (claims.py) hold the step. Raises Missing where the step was deleted
-    meanwhile, Conflict where somebody else has made it whole."""
+    place of a base that was spread over several steps, if there is one. Its packs must be durable.
+    Raises Missing where the step was deleted meanwhile, Unavailable where a pack was, Conflict
+    where somebody else has made it whole."""
     name = manifest.name
     what = f"materialising {name} of {disk.root}"
-    write_table(disk, table)
     with disk.locked(exclusive=False):  # shortly: whoever deletes waits for it
-        _check_shared(disk, manifest)
-        if disk.size(names.claim_path(name, token)) is None:
-            raise Unavailable(f"{what}: its claim was taken away, and its packs may be. Try again")
+        write_table(disk, table)
+        for link in manifest.files:
+            if disk.size(link.path) != link.size:
+                raise Unavailable(f"{what}: {link.path} was deleted meanwhile. Try again")
         if not disk.holds(names.manifest_path(name)):
             raise Missing(f"{what}: it was deleted meanwhile")
         if catalog.digest_of_manifest(disk, name) != log_digest:

@@ -10,7 +10,6 @@ CHECKPOINTS = "checkpoints"
 DATA = "data"
 TABLES = "data/tables"
 TAGS = "tags"
-CLAIMS = "claims"
 UNPROVEN = "unproven"
 WRITERS = "writers"
 PROBES = "probes"
@@ -19,7 +18,6 @@ MANIFEST = "manifest.json"
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
 _PART = re.compile(r"part-\d{1,7}\.json")
-_CLAIM = re.compile(r"(\d{8,18}-\d{4,9})-([0-9a-f]+)")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -68,19 +66,6 @@ def epoch_of_pack(file_name: str) -> int | None:
     """Which epoch wrote the data file of that name; None for names that are not packs."""
     found = _DATA.fullmatch(file_name)
     return int(found[1]) if found else None
-
-
-def claim_path(name: CheckpointName, token: str) -> str:
-    """What holds a checkpoint, and what it goes on from, while a process makes a whole state of it.
-    `token`: of the packs that this process writes."""
-    return f"{CLAIMS}/{name}-{token}"
-
-
-def parse_claim(file_name: str) -> tuple[CheckpointName, str] | None:
-    """Checkpoint and token of a claim; None for other names."""
-    found = _CLAIM.fullmatch(file_name)
-    name = parse_checkpoint(found[1]) if found else None
-    return (name, found[2]) if found and name else None
 
 
 def unproven_path(name: CheckpointName) -> str:

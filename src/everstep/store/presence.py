@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 from everstep.errors import Conflict, EverstepError, Missing
 from everstep.store import names
-from everstep.tiers.bucket import LIFE_S, RENEW_S
+from everstep.tiers.bucket import LIFE_S, RENEW_S, Bucket
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -32,7 +32,7 @@ class Presence:
     nothing has to be shown."""
 
     def __init__(self, tier: Tier) -> None:
-        self._tier = tier
+        self._bucket = tier if isinstance(tier, Bucket) else None
         self._over: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
@@ -41,10 +41,10 @@ class Presence:
         if self._over and not is_wanted:
             self._over.set()
             self._over = None
-        elif is_wanted and not self._over and not self._tier.has_locks:
+        elif is_wanted and not self._over and self._bucket:
             self._over = threading.Event()
             self._thread = threading.Thread(
-                target=_claim, args=(self._tier, self._over), name="everstep-shows", daemon=True
+                target=_claim, args=(self._bucket, self._over), name="everstep-shows", daemon=True
             )
             self._thread.start()
 
@@ -55,14 +55,14 @@ class Presence:
             self._thread.join(patience_s)
 
 
-def _claim(tier: Tier, over: threading.Event) -> None:
+def _claim(bucket: Bucket, over: threading.Event) -> None:
     path = f"{names.WRITERS}/{secrets.token_hex(8)}"
     while not over.is_set():
         try:
-            with tier.claim(path, f"{socket.gethostname()}:{os.getpid()}"):
+            with bucket.claim(path, f"{socket.gethostname()}:{os.getpid()}"):
                 over.wait()
         except EverstepError as error:  # a bucket that can only be read, or is away
-            log.debug("showing that %s is written to: %s", tier.root, error)
+            log.debug("showing that %s is written to: %s", bucket.root, error)
             over.wait(RENEW_S)
 
 
@@ -86,6 +86,8 @@ def is_empty(tier: Tier) -> bool:
 
 def living(tier: Tier) -> list[str]:
     """The paths of what writers that live have put there; nothing where they have locks."""
+    if not isinstance(tier, Bucket):
+        return []
     paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]
     return [path for path in paths if tier.is_claimed(path)]
 

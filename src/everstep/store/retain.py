@@ -6,12 +6,12 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
-from everstep.store import catalog, claims, commit, names, presence
+from everstep.store import catalog, commit, names, presence
 from everstep.store.lineage import branches, current
 from everstep.tiers.tier import Tier
 
@@ -102,16 +102,14 @@ def apply(
 def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
-    Raises Conflict, and deletes nothing, where a log that stays goes on from one of them, or one is
-    being made whole.
+    Raises Conflict, and deletes nothing, where a log that stays goes on from one of them.
     """
     if not doomed:
         return 0
     presence.check_alone(disk, f"deleting {', '.join(map(str, doomed))} from")
     cache: NeedsCache = {}
     with disk.locked(exclusive=True):
-        claimed = claims.held(disk)
-        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache, claimed))):
+        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache))):
             logs = [
                 name
                 for name in catalog.committed(disk)
@@ -119,13 +117,8 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
             ]
             raise Conflict(
                 f"deleting {', '.join(map(str, needed))} from {disk.root}: "
-                + (
-                    f"{', '.join(map(str, logs))} goes on from there. Delete what "
-                    f"follows first, the newest first"
-                    if logs
-                    else f"{', '.join(map(str, claimed))} is being made whole. Try again when that "
-                    f"has ended"
-                )
+                f"{', '.join(map(str, logs))} goes on from there. Delete what follows first, the "
+                f"newest first"
             )
         return _delete(disk, doomed, cache)
 
@@ -147,39 +140,26 @@ def _unneeded(
     disk: Tier, keep: Keep, cache: NeedsCache, pinned: Set[CheckpointName]
 ) -> list[CheckpointName]:
     """What `keep` does not cover, and can go."""
-    return _free(disk, superfluous(disk, keep, pinned), cache, claims.held(disk))
+    return _free(disk, superfluous(disk, keep, pinned), cache)
 
 
-def _free(
-    disk: Tier,
-    doomed: Sequence[CheckpointName],
-    cache: NeedsCache,
-    claimed: Collection[CheckpointName],
-) -> list[CheckpointName]:
-    """Those that no checkpoint outside of `doomed` goes on from; nor a claimed one, whose process
-    may have begun to read before a state was made of what lies between."""
+def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
+    """Those that no checkpoint outside of `doomed` goes on from."""
     committed = catalog.committed(disk)
-    read: set[CheckpointName | None] = set(claimed)
     stays: set[CheckpointName | None] = {name for name in committed if name not in doomed}
     for name in sorted(committed, reverse=True):  # a log before what it goes on from
-        if name in read:
-            read.add(_previous(disk, name, cache, also_of_whole=True))
-        elif name in stays:
+        if name in stays:
             stays.add(_previous(disk, name, cache))
-    return [name for name in doomed if name not in read | stays]
+    return [name for name in doomed if name not in stays]
 
 
-def _previous(
-    disk: Tier, name: CheckpointName, cache: NeedsCache, also_of_whole: bool = False
-) -> CheckpointName | None:
+def _previous(disk: Tier, name: CheckpointName, cache: NeedsCache) -> CheckpointName | None:
     """What a checkpoint's log goes on from: nothing, where a state stands for it. One that is
     gone, or that none can read, goes on from nothing any more."""
     try:
         previous = _needs(disk, name, cache).previous
     except (Missing, Corrupt):
         return None
-    if previous is None or also_of_whole:
-        return previous
     try:
         state = _state(disk, name, cache)
     except EverstepError:  # the log serves
@@ -188,7 +168,6 @@ def _previous(
 
 
 def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
-    claims.clear(disk)
     needed = _reachable(
         disk, [name for name in catalog.committed(disk) if name not in doomed], cache
     )
@@ -222,19 +201,14 @@ def sweep(disk: Tier) -> tuple[int, int]:
     """
     presence.check_alone(disk, "deleting what nobody needs from")
     with disk.locked(exclusive=True):
-        files, cleared = claims.clear(disk)
         live = catalog.newest_epoch(disk)
         committed = catalog.committed(disk)
         needed = _reachable(disk, committed, {})
         _settle_absent(disk, set(committed), live)
-        writing = tuple(
-            f"{name}-{token}-" for name, tokens in claims.held(disk).items() for token in tokens
-        )
-        packs = [
-            f"{names.DATA}/{name}" for name in disk.list(names.DATA) if not name.startswith(writing)
-        ]
         doomed = {
-            path for path in packs if (names.epoch_of_pack(path.rpartition("/")[2]) or live) < live
+            f"{names.DATA}/{pack}"
+            for pack in disk.list(names.DATA)
+            if (names.epoch_of_pack(pack) or live) < live
         }
         if not disk.has_locks:  # somebody may just be copying them here
             doomed = _idle(disk, doomed)
@@ -252,7 +226,7 @@ def sweep(disk: Tier) -> tuple[int, int]:
         freed = sum(disk.size(path) or 0 for path in doomed)
         for path in sorted(doomed):
             disk.delete(path)
-        return files + len(doomed), cleared + freed
+        return len(doomed), freed
 
 
 def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[str]:

@@ -31,7 +31,6 @@ from everstep.tiers.system import System
 
 LOCK_WAIT_S = 60.0
 _LOCK_RETRY_S = 0.01
-_CLAIM_S = 3600.0
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
 _ADVICE = {
     errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints "
@@ -307,43 +306,6 @@ class Disk:
             yield
         finally:
             os.close(fd)
-
-    @contextmanager
-    def claim(self, path: str, said: str = "") -> Iterator[None]:
-        """Hold the new file `path`, which is gone again when this ends; not durable. Its lock tells
-        a claim from what a process that died left behind: see `is_claimed`. `said`: by whom it is
-        held, for those who have no locks."""
-        del said
-        name = str(self.root / path)
-        with self._telling("claiming", path, 0):
-            self._make_directories([os.path.dirname(path)])
-            fd = self._system.open(name, os.O_CREAT | os.O_EXCL | os.O_RDWR)
-        try:
-            self._try_lock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            self._forget(name)
-            with contextlib.suppress(OSError):
-                self._system.close(fd)
-
-    def is_claimed(self, path: str) -> bool:
-        """Whether the process that claimed `path` lives. Where the file system has no locks: for an
-        hour."""
-        try:
-            fd = os.open(self.root / path, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            raise Unavailable(f"looking at {self.root / path}: {error.strerror}") from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return time.time() - os.fstat(fd).st_mtime < _CLAIM_S
-        finally:
-            os.close(fd)
-        return False
 
     def _try_lock(self, fd: int, kind: int) -> bool:
         try:
