@@ -12,7 +12,8 @@ Sources: torch.distributed.algorithms.ddp_comm_hooks; Stich et al., Sparsified S
 of Vogels et al., PowerSGD (NeurIPS 2019), which are still read.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -38,8 +39,6 @@ _INT32_MAX = 2**31 - 1
 _SHAPED = ("cast", "int8")
 """Forms that have the gradient's own shape and strides."""
 _LEVELS = 127
-_WORD = 8
-"""Bytes to which what is sent is aligned."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -234,175 +233,33 @@ class _Bucket:
             clipping.note(self._parameters[position], CompressedGradient(*form))
 
 
-class _Cast:
-    """Sends float16 or bfloat16, as torch's fp16_compress_hook does."""
-
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-        self._group = group
-        self._dtype = dtype
-        self.residuals: dict[str, Tensor] = {}
-        """There are none."""
-        self.numbers: dict[str, int] = {}
-
-    def reduce(self, bucket: _Bucket) -> Future:
-        """The mean of what all ranks have, rounded before and after each sum."""
-        sent = bucket.buffer.to(self._dtype).div_(self._group.size())
-
-        def widen(done: Any) -> Tensor:
-            done.value()  # raises where it failed
-            for position, start in enumerate(bucket.starts):
-                shape, strides = bucket.layout_of(position)
-                bucket.note(position, "cast", sent.as_strided(shape, strides, start))
-            return bucket.buffer.copy_(sent)
-
-        future: Any = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
-        widened: Future = future.then(widen)
-        return widened
-
-
-class _Int8:
-    """Sends whole numbers of levels, of which the largest sum of all ranks fits into a byte; what
-    lies between two is rounded up or down by chance, so that on average nothing is lost. The chance
-    follows from the seed, the iteration, the parameter and the rank: a replay needs none of it, and
-    a run that goes on draws as if nothing had been."""
-
-    def __init__(self, group: dist.ProcessGroup, *, seed: int = 0) -> None:
-        if not 1 <= group.size() <= _LEVELS:
-            raise Unsupported(f"compressing by 'int8': {group.size()} ranks, at most {_LEVELS}")
-        self._group = group
-        self._levels = _LEVELS // group.size()
-        self.residuals: dict[str, Tensor] = {}
-        """There are none: the error is zero on average."""
-        self.numbers = {"seed": int(seed), "iteration": 0}
-
-    def reduce(self, bucket: _Bucket) -> Future:
-        """The mean of what all ranks have, in levels of the largest of each parameter."""
-        pieces = [piece.float() for piece in bucket.pieces]
-        zero = bucket.buffer.new_zeros((), dtype=torch.float32)
-        scales = torch.stack([each.abs().max() if each.numel() else zero for each in pieces])
-        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self._group)
-        scales /= self._levels
-        rows = zip(bucket.names, pieces, scales, strict=True)
-        sent = torch.cat([self._rounded(*row) for row in rows])
-        self.numbers["iteration"] += bucket.is_last
-        means = scales / self._group.size()
-
-        def widen(done: Any) -> Tensor:
-            done.value()  # raises where it failed
-            for position, start in enumerate(bucket.starts):
-                shape, strides = bucket.layout_of(position)
-                levels = sent.as_strided(shape, strides, start)
-                bucket.note(position, "int8", levels, means[position])
-                flat = sent.narrow(0, start, bucket.pieces[position].numel())
-                bucket.pieces[position].copy_(
-                    _dequantized(flat, means[position], bucket.buffer.dtype)
-                )
-            return bucket.buffer
-
-        future: Any = dist.all_reduce(sent, group=self._group, async_op=True).get_future()
-        widened: Future = future.then(widen)
-        return widened
-
-    def _rounded(self, name: str, piece: Tensor, scale: Tensor) -> Tensor:
-        """In levels. Where something is not finite the scale is not either, nor what comes of it:
-        a GradScaler sees it."""
-        drawn = f"{self.numbers['seed']} {self.numbers['iteration']} {self._group.rank()} {name}"
-        seed = int.from_bytes(blake2b(drawn.encode(), digest_size=7).digest(), "big")
-        chance = torch.rand(piece.shape, generator=torch.Generator().manual_seed(seed))
-        found = (piece / scale).add_(chance.to(piece.device)).floor_().nan_to_num_(0.0)
-        return found.clamp_(-self._levels, self._levels).to(torch.int8)
-
-
-class _TopK:
-    """Each rank sends the elements of largest magnitude, and remembers the rest."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        *,
-        ratio: float = 0.01,
-        error_feedback: bool = True,
-        residual: Residual = "bases",
-        residual_dtype: torch.dtype | None = None,
-    ) -> None:
-        if not 0 < ratio <= 1:
-            raise ValueError(f"ratio must be in (0, 1], it is {ratio}")
-        if residual not in ("bases", "records"):
-            raise ValueError(f"residual must be 'bases' or 'records', not {residual!r}")
-        if residual_dtype is not None and not residual_dtype.is_floating_point:
-            raise ValueError(f"residual_dtype must be a floating point dtype, not {residual_dtype}")
-        self._group = group
-        self._ratio = ratio
-        self._has_feedback = error_feedback
-        self._dtype = residual_dtype
-        self.numbers: dict[str, int] = {}
-        self.is_in_bases_alone = residual == "bases"
-        self.residuals: dict[str, Tensor] = {}
-        """What was not sent yet, flat, by name of the parameter. Never written to."""
-
-    def reduce(self, bucket: _Bucket) -> Future:
-        """The mean of what all ranks send."""
-        values, places = [], []
-        for name, flat in zip(bucket.names, bucket.pieces, strict=True):
-            if name in self.residuals:
-                flat.add_(self.residuals[name])
-            count = min(flat.numel(), max(1, round(self._ratio * flat.numel())))
-            chosen = torch.topk(flat.abs(), count, sorted=False).indices
-            values.append(flat[chosen])
-            places.append(chosen)
-            if self._has_feedback:
-                # Not finite: a GradScaler skips this step, and it must not stay for ever.
-                rest = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
-                rest[chosen] = 0
-                self.residuals[name] = rest if self._dtype is None else rest.to(self._dtype)
-        counts = [len(chosen) for chosen in values]
-        is_small = bucket.buffer.numel() <= _INT32_MAX
-        sent = [torch.cat(values), torch.cat(places).to(torch.int32 if is_small else torch.int64)]
-        row = _pack(sent)
-        rows = row.new_empty(self._group.size() * row.numel())
-
-        def spread(done: Any) -> Tensor:
-            done.value()  # raises where it failed
-            parts = (part.split(counts, dim=1) for part in _unpack(rows, row.numel(), sent))
-            for position, (found, at) in enumerate(zip(*parts, strict=True)):
-                _scatter(found, at, bucket.pieces[position])
-                bucket.note(position, "sparse", found, at)
-            return bucket.buffer
-
-        future: Any = _gather(rows, row, group=self._group, async_op=True).get_future()
-        spreading: Future = future.then(spread)
-        return spreading
-
-
-class Compression:
+class Compression(ABC):
     """A hook on a model, and its state: to be part of what is checkpointed. One per rank; not
     thread-safe."""
 
     is_by_rank = True
     """Each rank has a residual of its own."""
+    is_in_bases_alone = False
+    """Whether its tensors are left out of records. Who goes on from one owes nothing, which trains
+    better than what was owed at the base: much of that was sent since."""
 
-    def __init__(
-        self, model: DistributedDataParallel, kind: str, compressor: _Cast | _Int8 | _TopK
-    ) -> None:
+    def __init__(self, model: DistributedDataParallel, kind: str) -> None:
         self._kind = kind
-        self._compressor = compressor
+        self._group = model.process_group
+        self._numbers: dict[str, int] = {}
+        self._residuals: dict[str, Tensor] = {}
+        """What was not sent yet, flat, by name of the parameter. Never written to."""
         self._parameters: dict[str, Tensor] = {
             canonical(name): parameter for name, parameter in model.module.named_parameters()
         }
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-    @property
-    def is_in_bases_alone(self) -> bool:
-        """Whether its tensors are left out of records. Who goes on from one owes nothing, which
-        trains better than what was owed at the base: much of that was sent since."""
-        return isinstance(self._compressor, _TopK) and self._compressor.is_in_bases_alone
-
     def state_dict(self) -> dict[str, Any]:
         """What the next step depends on; tensors by name of the parameter, not copied."""
-        found = self._compressor.residuals
+        found = self._residuals
         residuals = {name: found[name] for name in self._parameters if name in found}
-        tensors = {"residual": residuals} if isinstance(self._compressor, _TopK) else {}
-        return {"kind": self._kind, "numbers": dict(self._compressor.numbers), "tensors": tensors}
+        tensors = {"residual": residuals} if self._kind == "topk" else {}
+        return {"kind": self._kind, "numbers": dict(self._numbers), "tensors": tensors}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from that; tensors are copied. Raises Mismatch where it is not for such a hook."""
@@ -420,13 +277,151 @@ class Compression:
                     f"{residual.numel()} elements, and the model no such parameter"
                 )
             residuals[name] = residual.detach().to(parameter.device, copy=True)
-        self._compressor.residuals = residuals
-        known = self._compressor.numbers
+        self._residuals = residuals
+        known = self._numbers
         known |= {key: int(state_dict["numbers"].get(key, known[key])) for key in known}
 
     def reduce(self, source: Any) -> Future:
         """Send one bucket, torch's; the hook."""
-        return self._compressor.reduce(_Bucket(source, self._names))
+        work, finish = self._send(_Bucket(source, self._names))
+
+        def then(done: Any) -> Tensor:
+            done.value()  # raises where it failed
+            return finish()
+
+        reduced: Future = work.get_future().then(then)
+        return reduced
+
+    @abstractmethod
+    def _send(self, bucket: _Bucket) -> tuple[Any, Callable[[], Tensor]]:
+        """Begin to send it: torch's work, and what makes the mean over all ranks of what came."""
+
+
+class _Cast(Compression):
+    """Sends float16 or bfloat16, as torch's fp16_compress_hook does."""
+
+    def _send(self, bucket: _Bucket) -> tuple[Any, Callable[[], Tensor]]:
+        """Rounded before and after each sum."""
+        sent = bucket.buffer.to(_CASTS[self._kind]).div_(self._group.size())
+
+        def widen() -> Tensor:
+            for position, start in enumerate(bucket.starts):
+                shape, strides = bucket.layout_of(position)
+                bucket.note(position, "cast", sent.as_strided(shape, strides, start))
+            return bucket.buffer.copy_(sent)
+
+        return dist.all_reduce(sent, group=self._group, async_op=True), widen
+
+
+class _Int8(Compression):
+    """Sends whole numbers of levels, of which the largest sum of all ranks fits into a byte; what
+    lies between two is rounded up or down by chance, so that on average nothing is lost. The chance
+    follows from the seed, the iteration, the parameter and the rank: a replay needs none of it, and
+    a run that goes on draws as if nothing had been."""
+
+    def __init__(self, model: DistributedDataParallel, kind: str, *, seed: int = 0) -> None:
+        super().__init__(model, kind)
+        if not 1 <= self._group.size() <= _LEVELS:
+            ranks = self._group.size()
+            raise Unsupported(f"compressing by 'int8': {ranks} ranks, at most {_LEVELS}")
+        self._levels = _LEVELS // self._group.size()
+        self._numbers = {"seed": int(seed), "iteration": 0}
+
+    def _send(self, bucket: _Bucket) -> tuple[Any, Callable[[], Tensor]]:
+        """In levels of the largest of each parameter."""
+        pieces = [piece.float() for piece in bucket.pieces]
+        zero = bucket.buffer.new_zeros((), dtype=torch.float32)
+        scales = torch.stack([each.abs().max() if each.numel() else zero for each in pieces])
+        dist.all_reduce(scales, op=dist.ReduceOp.MAX, group=self._group)
+        scales /= self._levels
+        rows = zip(bucket.names, pieces, scales, strict=True)
+        sent = torch.cat([self._rounded(*row) for row in rows])
+        self._numbers["iteration"] += bucket.is_last
+        means = scales / self._group.size()
+
+        def widen() -> Tensor:
+            for position, start in enumerate(bucket.starts):
+                shape, strides = bucket.layout_of(position)
+                levels = sent.as_strided(shape, strides, start)
+                bucket.note(position, "int8", levels, means[position])
+                flat = sent.narrow(0, start, bucket.pieces[position].numel())
+                bucket.pieces[position].copy_(
+                    _dequantized(flat, means[position], bucket.buffer.dtype)
+                )
+            return bucket.buffer
+
+        return dist.all_reduce(sent, group=self._group, async_op=True), widen
+
+    def _rounded(self, name: str, piece: Tensor, scale: Tensor) -> Tensor:
+        """In levels. Where something is not finite the scale is not either, nor what comes of it:
+        a GradScaler sees it."""
+        numbers = self._numbers
+        drawn = f"{numbers['seed']} {numbers['iteration']} {self._group.rank()} {name}"
+        seed = int.from_bytes(blake2b(drawn.encode(), digest_size=7).digest(), "big")
+        chance = torch.rand(piece.shape, generator=torch.Generator().manual_seed(seed))
+        found = (piece / scale).add_(chance.to(piece.device)).floor_().nan_to_num_(0.0)
+        return found.clamp_(-self._levels, self._levels).to(torch.int8)
+
+
+class _TopK(Compression):
+    """Each rank sends the elements of largest magnitude, and remembers the rest."""
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        kind: str,
+        *,
+        ratio: float = 0.01,
+        error_feedback: bool = True,
+        residual: Residual = "bases",
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(model, kind)
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio must be in (0, 1], it is {ratio}")
+        if residual not in ("bases", "records"):
+            raise ValueError(f"residual must be 'bases' or 'records', not {residual!r}")
+        if residual_dtype is not None and not residual_dtype.is_floating_point:
+            raise ValueError(f"residual_dtype must be a floating point dtype, not {residual_dtype}")
+        self._ratio = ratio
+        self._has_feedback = error_feedback
+        self._dtype = residual_dtype
+        self.is_in_bases_alone = residual == "bases"
+
+    def _send(self, bucket: _Bucket) -> tuple[Any, Callable[[], Tensor]]:
+        """Values and places, one behind the other, as bytes."""
+        values, places = [], []
+        for name, flat in zip(bucket.names, bucket.pieces, strict=True):
+            if name in self._residuals:
+                flat.add_(self._residuals[name])
+            count = min(flat.numel(), max(1, round(self._ratio * flat.numel())))
+            chosen = torch.topk(flat.abs(), count, sorted=False).indices
+            values.append(flat[chosen])
+            places.append(chosen)
+            if self._has_feedback:
+                # Not finite: a GradScaler skips this step, and it must not stay for ever.
+                rest = torch.nan_to_num(flat, nan=0.0, posinf=0.0, neginf=0.0)
+                rest[chosen] = 0
+                self._residuals[name] = rest if self._dtype is None else rest.to(self._dtype)
+        counts = [len(chosen) for chosen in values]
+        is_small = bucket.buffer.numel() <= _INT32_MAX
+        sent = torch.cat(values), torch.cat(places).to(torch.int32 if is_small else torch.int64)
+        row = torch.cat([each.view(torch.uint8) for each in sent])
+        rows = row.new_empty(self._group.size() * row.numel())
+
+        def spread() -> Tensor:
+            of_ranks = rows.view(-1, row.numel()).split([each.nbytes for each in sent], dim=1)
+            found, at = (
+                part.clone(memory_format=torch.contiguous_format).view(each.dtype)  # aligned
+                for part, each in zip(of_ranks, sent, strict=True)
+            )
+            parts = zip(found.split(counts, dim=1), at.split(counts, dim=1), strict=True)
+            for position, (of_piece, at_piece) in enumerate(parts):
+                _scatter(of_piece, at_piece, bucket.pieces[position])
+                bucket.note(position, "sparse", of_piece, at_piece)
+            return bucket.buffer
+
+        return _gather(rows, row, group=self._group, async_op=True), spread
 
 
 def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compression:
@@ -459,13 +454,8 @@ def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compr
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not all(parameter.is_floating_point() for parameter in trained):
         raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
-    group = model.process_group
-    compressor: _Cast | _Int8 | _TopK
-    if kind in _CASTS:
-        compressor = _Cast(group, _CASTS[kind])
-    else:
-        compressor = (_Int8 if kind == "int8" else _TopK)(group, **options)
-    compression = Compression(model, kind, compressor)
+    kinds: dict[str, type[Compression]] = {"int8": _Int8, "topk": _TopK}
+    compression = kinds.get(kind, _Cast)(model, kind, **options)
     model.register_comm_hook(compression, _hook)
     return compression
 
@@ -475,16 +465,3 @@ def _hook(
     bucket: dist.GradBucket,  # type: ignore[name-defined] # torch looks at it
 ) -> torch.futures.Future[torch.Tensor]:
     return state.reduce(bucket)
-
-
-def _pack(tensors: list[Tensor]) -> Tensor:
-    """Bytes of these, each aligned."""
-    raw = (tensor.view(torch.uint8) for tensor in tensors)
-    return torch.cat([torch.nn.functional.pad(each, (0, -len(each) % _WORD)) for each in raw])
-
-
-def _unpack(rows: Tensor, size: int, like: list[Tensor]) -> list[Tensor]:
-    """What `_pack` made of tensors like these, of all ranks: [ranks, ...]."""
-    parts = rows.view(-1, size).split([each.nbytes + -each.nbytes % _WORD for each in like], dim=1)
-    pairs = zip(parts, like, strict=True)
-    return [part[:, : each.nbytes].view(each.dtype) for part, each in pairs]
