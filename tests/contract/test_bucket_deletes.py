@@ -24,16 +24,6 @@ from forked import Forked
 from stores import end_keeper
 
 
-def test_a_claim_holds_while_it_lasts(bucket):
-    tier = Bucket(bucket)
-    with tier.claim("writers/one"):
-        assert tier.is_claimed("writers/one")
-        assert tier.age_s("writers/one") < 60
-    assert not tier.is_claimed("writers/one")
-    assert tier.age_s("writers/one") is None
-    assert not tier.is_claimed("writers/other")
-
-
 def trains(url, die=0):
     """Saves ten steps; at the end waits to be told to go on, or dies at the step `die`."""
     state = {"step": torch.zeros(3)}

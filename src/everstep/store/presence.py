@@ -1,8 +1,8 @@
-"""Who writes to a store that has no locks: an object that its writer claims.
+"""Who writes to a store that has no locks: an object that its writer renews.
 
     writers/9f86d081884c7d65      of one process, while it may write
 
-Who deletes looks first. A writer that was cut off for so long that its claim counts no more finds
+Who deletes looks first. A writer that was cut off for so long that its object counts no more finds
 out by what it misses, or by its epoch.
 """
 
@@ -18,10 +18,13 @@ from collections.abc import Iterator
 
 from everstep.errors import Conflict, EverstepError, Missing
 from everstep.store import names
-from everstep.tiers.bucket import LIFE_S, RENEW_S, Bucket
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
+
+RENEW_S = 30.0
+LIFE_S = 300.0
+"""How long an object counts that nobody renews."""
 
 LEAVE_S = 10.0
 """How long whoever deletes waits for a writer that is just leaving."""
@@ -32,7 +35,7 @@ class Presence:
     nothing has to be shown."""
 
     def __init__(self, tier: Tier) -> None:
-        self._bucket = tier if isinstance(tier, Bucket) else None
+        self._tier = tier
         self._over: threading.Event | None = None
         self._thread: threading.Thread | None = None
 
@@ -41,10 +44,10 @@ class Presence:
         if self._over and not is_wanted:
             self._over.set()
             self._over = None
-        elif is_wanted and not self._over and self._bucket:
+        elif is_wanted and not self._over and not self._tier.has_locks:
             self._over = threading.Event()
             self._thread = threading.Thread(
-                target=_claim, args=(self._bucket, self._over), name="everstep-shows", daemon=True
+                target=_renew, args=(self._tier, self._over), name="everstep-shows", daemon=True
             )
             self._thread.start()
 
@@ -55,15 +58,15 @@ class Presence:
             self._thread.join(patience_s)
 
 
-def _claim(bucket: Bucket, over: threading.Event) -> None:
+def _renew(tier: Tier, over: threading.Event) -> None:
     path = f"{names.WRITERS}/{secrets.token_hex(8)}"
     while not over.is_set():
         try:
-            with bucket.claim(path, f"{socket.gethostname()}:{os.getpid()}"):
-                over.wait()
+            tier.replace(path, f"{socket.gethostname()}:{os.getpid()}".encode())
         except EverstepError as error:  # a bucket that can only be read, or is away
-            log.debug("showing that %s is written to: %s", bucket.root, error)
-            over.wait(RENEW_S)
+            log.debug("showing that %s is written to: %s", tier.root, error)
+        over.wait(RENEW_S)
+    tier.forget([path])
 
 
 @contextlib.contextmanager
@@ -86,10 +89,11 @@ def is_empty(tier: Tier) -> bool:
 
 def living(tier: Tier) -> list[str]:
     """The paths of what writers that live have put there; nothing where they have locks."""
-    if not isinstance(tier, Bucket):
+    if tier.has_locks:
         return []
     paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]
-    return [path for path in paths if tier.is_claimed(path)]
+    ages = [(path, tier.age_s(path)) for path in paths]
+    return [path for path, age_s in ages if age_s is not None and age_s < LIFE_S]
 
 
 def check_alone(tier: Tier, what: str) -> None:

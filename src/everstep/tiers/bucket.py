@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 import tempfile
-import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +27,6 @@ _MULTIPART_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS_IN_FLIGHT = 8
 _PARTS_MAX = 9_000  # S3 takes 10,000
-RENEW_S = 30.0
-LIFE_S = 300.0
-"""How long a claim counts that nobody renews."""
-
 PATIENCE_S = 100.0
 _ADVICE = {
     "://169.254.": ". No credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
@@ -270,31 +265,6 @@ class Bucket(Objects):
         for path in paths:
             with contextlib.suppress(Unavailable):
                 self.delete(path)
-
-    @contextmanager
-    def claim(self, path: str, said: str = "") -> Iterator[None]:
-        """Hold the new object `path`, which says that, and is renewed; it is gone again when this
-        ends, or counts for nothing LIFE_S after the process has died."""
-        over, document = threading.Event(), said.encode()
-        self.replace(path, document)
-        keeping = threading.Thread(target=self._renew, args=(path, document, over), daemon=True)
-        keeping.start()
-        try:
-            yield
-        finally:
-            over.set()
-            keeping.join()
-
-    def _renew(self, path: str, said: bytes, over: threading.Event) -> None:
-        while not over.wait(RENEW_S):
-            with contextlib.suppress(Missing, Unavailable):
-                self.replace(path, said)
-        self.forget([path])
-
-    def is_claimed(self, path: str) -> bool:
-        """Whether `path` is held by a process that lives, as far as can be told."""
-        age_s = self.age_s(path)
-        return age_s is not None and age_s < LIFE_S
 
     @contextmanager
     def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:
