@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -35,8 +35,6 @@ _BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
-_NAMES_MAX = 8
-"""Of the directories in /tmp that are tried."""
 _TOUCH_S = 3600.0
 _LEFT_S = 86_400.0
 """How long the files of a keeper that was killed are kept: its log may be wanted."""
@@ -49,26 +47,15 @@ def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it.
 
     It is the first of these that can be had: EVERSTEP_RUNTIME_DIR (nothing else where that is set),
-    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID, /tmp/everstep-UID-1 and so on: another user may
-    have made those before. Raises Unavailable.
+    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID. Raises Unavailable.
     """
     if chosen := os.environ.get("EVERSTEP_RUNTIME_DIR"):
         return _prepared(Path(chosen).absolute())
-    *preferred, last = _shared_directories()
-    for directory in preferred:
-        with contextlib.suppress(Unavailable):
-            return _prepared(directory)
-    return _prepared(last)
-
-
-def _shared_directories() -> Iterator[Path]:
-    """Those that all processes of this user try, in this order."""
     given = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, Unavailable):
         if given.is_absolute() and _is_private(given.stat()):  # su may leave another user's
-            yield given / "everstep"
-    for suffix in ("", *(f"-{number}" for number in range(1, _NAMES_MAX))):
-        yield _temporary_directory() / f"everstep-{os.getuid()}{suffix}"
+            return _prepared(given / "everstep")
+    return _prepared(_temporary_directory() / f"everstep-{os.getuid()}")
 
 
 def _temporary_directory() -> Path:
@@ -198,7 +185,9 @@ class Home:
         self._path = endpoint.with_suffix(".sock")
         self._lock = lock
         self._touched = time.monotonic()
-        self._listen()
+        self.listener: socket.socket = listen(self._path)
+        self.listener.setblocking(False)
+        self._socket = os.stat(self._path)
 
     @classmethod
     def take(cls, endpoint: Path) -> "Home | None":
@@ -206,39 +195,19 @@ class Home:
         lock = take_lock(endpoint.with_suffix(".lock"))
         return None if lock is None else cls(endpoint, lock)
 
-    def holds_lock(self) -> bool:
-        """Whether it is still the only one; mends what a cleaner of temporary files took away.
-
-        A lock file that was deleted may have been made anew, by a keeper that believes that it is
-        the only one: then this one has been replaced.
-        """
+    def is_found(self) -> bool:
+        """Whether clients find lock and socket under their names. Files that somebody has deleted
+        may have been made anew, by a keeper that believes that it is the only one."""
         try:
-            runtime_directory()
-            if _identity(os.stat(self._lock_path)) != _identity(os.fstat(self._lock)):
-                return False
+            is_found = os.path.samestat(os.stat(self._path), self._socket)
+            is_found &= os.path.samestat(os.stat(self._lock_path), os.fstat(self._lock))
         except FileNotFoundError:
-            lock = take_lock(self._lock_path)
-            if lock is None:
-                return False
-            os.close(self._lock)
-            self._lock = lock
-        if time.monotonic() - self._touched > _TOUCH_S:  # cleaners go by age
+            return False
+        if is_found and time.monotonic() - self._touched > _TOUCH_S:  # cleaners of /tmp go by age
             self._touched = time.monotonic()
             for path in (self._lock_path, self._path):
                 os.utime(path)
-        return True
-
-    def listens(self) -> bool:
-        """Whether a client finds the socket under its name."""
-        try:
-            return _identity(os.stat(self._path)) == self._socket_identity
-        except FileNotFoundError:
-            return False
-
-    def listen_again(self) -> None:
-        """Replace the socket, whose name is gone. Raises OSError."""
-        self.listener.close()
-        self._listen()
+        return is_found
 
     def tidy(self) -> None:
         """Remove what keepers left behind that were killed long ago. There may be so many that no
@@ -250,17 +219,9 @@ class Home:
                         _sweep(Path(entry.path))
 
     def look_after_log(self) -> None:
-        """Keep the end of a log that has grown too long; begin another where it was removed."""
+        """Keep the end of a log that has grown too long."""
         found = os.fstat(2)
-        if not stat.S_ISREG(found.st_mode):
-            return
-        if not found.st_nlink:
-            flags = os.O_CREAT | os.O_WRONLY | os.O_APPEND
-            log = os.open(self._path.with_suffix(".log"), flags, 0o600)
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            os.close(log)
-        elif found.st_size > LOG_BYTES_MAX:
+        if stat.S_ISREG(found.st_mode) and found.st_size > LOG_BYTES_MAX:
             with open("/proc/self/fd/2", "rb") as whole:
                 whole.seek(-_LOG_BYTES_KEPT, os.SEEK_END)
                 tail = whole.read(_LOG_BYTES_KEPT)
@@ -272,17 +233,14 @@ class Home:
         self.listener.listen(_BACKLOG)
 
     def leave(self) -> None:
-        """Listen no more, and remove the files: the lock last, as who has it may listen."""
+        """Listen no more, and remove the files, unless that was done: the lock last, as who has it
+        may listen."""
         self.listener.close()
-        with contextlib.suppress(OSError, Unavailable):
-            if self.holds_lock():
+        with contextlib.suppress(OSError):
+            if self.is_found():
                 _remove_files(self._lock_path)
-        os.close(self._lock)
-
-    def _listen(self) -> None:
-        self.listener: socket.socket = listen(self._path)
-        self.listener.setblocking(False)
-        self._socket_identity = _identity(os.stat(self._path))
+            os.close(self._lock)
+        self._lock = -1
 
 
 def take_lock(path: Path) -> int | None:
@@ -330,7 +288,3 @@ def _remove_files(lock_path: Path) -> None:
     """Remove what a keeper has left; the caller holds its lock, whose file goes last."""
     for suffix in (".sock", ".log", ".lock"):
         lock_path.with_suffix(suffix).unlink(missing_ok=True)
-
-
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino

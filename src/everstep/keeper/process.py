@@ -489,18 +489,17 @@ class Keeper:
             session.tell({"type": "progress", "bytes": written})
 
     def _look_after_home(self) -> None:
-        """Once a second: a cleaner of temporary files may have taken lock or socket away."""
+        """Once a second: where somebody has taken lock or socket away, those who come from now on
+        get another keeper."""
         if time.monotonic() - self._looked_home < 1.0:
             return
         self._looked_home = time.monotonic()
         try:
             self._home.look_after_log()
-            if not self._home.holds_lock():
-                self._leaving = True  # there is another keeper, for those who come from now on
-            elif not self._home.listens():
+            if not self._leaving and not self._home.is_found():
+                self._leaving = True
                 self._selector.unregister(self._home.listener)
-                self._home.listen_again()
-                self._selector.register(self._home.listener, selectors.EVENT_READ, self._accept)
+                self._home.leave()
         except Exception as error:  # noqa: BLE001 - the sessions go on without it
             log.warning("looking after the socket: %r", error)
 
