@@ -6,7 +6,7 @@ manifests reach, and a manifest appears only while all files that it names are t
 """
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Mapping, Sequence, Set
 from operator import eq
 from typing import NamedTuple
 
@@ -94,19 +94,23 @@ class StillPacks:
         has_still = any(pack.still for pack in table.packs)
         if last is None or not (has_still or any(map(eq, last.digests, digests))):
             return NOTHING_SEEN
-        rows = list(_rows(table))
-        quiet = {
-            row.entry
-            for row in rows
-            if last.digests[row.first : row.end] == digests[row.first : row.end]
-        }
+        noisy, quiet, fresh = list[str](), set[str](), list[str]()
+        size = fresh_size = 0
+        for name, entry in table.tensors.items():
+            for piece in entry.pieces:
+                called = entry_name(name, entry.spec.shape, piece.box)
+                own = slice(piece.digest, piece.digest + chunk_count(piece.size))
+                is_still = table.packs[piece.pack].still
+                size += piece.size
+                if last.digests[own] != digests[own]:
+                    noisy += [called] if is_still else []
+                    continue
+                quiet.add(called)
+                if not is_still and called in last.quiet:
+                    fresh.append(called)
+                    fresh_size += piece.size
         self._last[document] = _Last(digests, quiet)
-        noisy = [row.entry for row in rows if row.is_still and row.entry not in quiet]
-        both = quiet & last.quiet
-        fresh = [row for row in rows if not row.is_still and row.entry in both]
-        if sum(row.size for row in fresh) < _SHARE_MIN * sum(row.size for row in rows):
-            fresh = []
-        return Seen(noisy, [row.entry for row in fresh])
+        return Seen(noisy, fresh if fresh_size >= _SHARE_MIN * size else [])
 
     def note(self, content: Content, link: FileLink) -> None:
         """This file has it."""
@@ -147,21 +151,3 @@ def contents(table: Table, digests: Sequence[str]) -> dict[int, Content]:
             if extent.pack in found:
                 found[extent.pack] = (*found[extent.pack], digests[extent.digest])
     return found
-
-
-class _Row(NamedTuple):
-    entry: str
-    size: int
-    first: int
-    """Of its digests, ..."""
-    end: int
-    is_still: bool
-
-
-def _rows(table: Table) -> Iterator[_Row]:
-    for name, entry in table.tensors.items():
-        for piece in entry.pieces:
-            end = piece.digest + chunk_count(piece.size)
-            is_still = table.packs[piece.pack].still
-            called = entry_name(name, entry.spec.shape, piece.box)
-            yield _Row(called, piece.size, piece.digest, end, is_still)
