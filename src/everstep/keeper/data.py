@@ -86,13 +86,9 @@ class Image:
     parsed: Parsed
     packs: Sequence[Sequence[Segment]]
     _starts: list[list[int]] = field(init=False)
-    _arriving: list[list[tuple[Segment, int]]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._starts = [pack_starts(len(each.view) for each in pack) for pack in self.packs]
-        pairs = zip(self.packs, self._starts, strict=True)
-        rows = [zip(pack, starts, strict=True) for pack, starts in pairs]
-        self._arriving = [[each for each in row if each[0].arrival] for row in rows]
 
     @property
     def sizes(self) -> list[int]:
@@ -110,8 +106,8 @@ class Image:
 
     def wait(self, pack: int, end: int) -> None:
         """Block until the first `end` bytes of a pack are there. Raises Unsupported."""
-        for segment, start in self._arriving[pack]:
-            if start < end:
+        for segment, start in zip(self.packs[pack], self._starts[pack], strict=True):
+            if segment.arrival and start < end:
                 segment.wait(min(len(segment.view), end - start))
 
 

@@ -92,10 +92,8 @@ def apply(
     """Delete what `keep` does not cover, nor is `pinned`. Returns the bytes freed. `cache` spares
     who does this often the reading of manifests, which never change."""
     cache = {} if cache is None else cache
-    if not _unneeded(disk, keep, cache, pinned):
-        return 0
-    with disk.locked(exclusive=True):  # decided again: a tag may have been set meanwhile
-        free = _unneeded(disk, keep, cache, pinned)
+    with disk.locked(exclusive=True):
+        free = _free(disk, superfluous(disk, keep, pinned), cache)
         return _delete(disk, free, cache) if free else 0
 
 
@@ -134,13 +132,6 @@ def cut_off(disk: Tier, is_lost: Callable[[CheckpointName], bool]) -> dict[Check
             if behind and (behind in found or is_lost(behind)):
                 found[name] = None
     return found
-
-
-def _unneeded(
-    disk: Tier, keep: Keep, cache: NeedsCache, pinned: Set[CheckpointName]
-) -> list[CheckpointName]:
-    """What `keep` does not cover, and can go."""
-    return _free(disk, superfluous(disk, keep, pinned), cache)
 
 
 def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
