@@ -136,6 +136,19 @@ def test_a_part_of_a_state_takes_the_tables_that_it_needs(store, opened):
     assert {each for each in NAMES if state[each].kept_x.all()} == {name}
 
 
+def test_a_tensor_of_a_store_takes_the_tables_that_it_needs(store, opened):
+    save(store, rows(1))
+    divide(store, 1, 2, is_indexed=True)
+    name, having = lone(store)
+    opened.clear()
+    (found,) = Store(store).read(2, [f"{name}.kept_x"]).values()
+    assert sorted(opened) == having
+    assert found.all()
+    opened.clear()
+    assert len(Store(store).read(2)) > len(NAMES)
+    assert sorted(opened) == list(range(PARTS))  # each once
+
+
 def test_tables_that_nobody_needs_may_be_damaged(store):
     """Others are found to be before anything is changed, and an older step is taken."""
     save(store, rows(1))
@@ -193,6 +206,8 @@ def test_an_index_that_lies_is_found_out(store, change, problem):
     several = max(NAMES, key=lambda name: len(tables_of(store, 2, f"{name}.kept_x")[0]))
     with pytest.raises(Corrupt, match=problem):
         restore(store, state, 3, only=[several])
+    with pytest.raises(Corrupt, match=problem):
+        Store(store).read(3, [f"{several}.kept_x"])
     assert not any(state[each].kept_x.any() for each in NAMES)
     assert "the index tells otherwise" in Store(store).verify(3).problems["00000003-0001"][0]
     assert Store(store).verify(2).ok

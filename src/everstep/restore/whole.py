@@ -6,7 +6,7 @@ A step of a log is made whole on the way, in memory: nothing is written to the s
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from everstep.codecs.codec import master_of
 from everstep.errors import Missing
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.global_tensors import Version, optimizers_of
+from everstep.format.global_tensors import Version
 from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import Spec, chunk_count, in_groups
@@ -23,7 +23,7 @@ from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill, gathered
+from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, gathered
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.layout import LocalBox
@@ -46,11 +46,10 @@ class Whole:
         """`state`: the whole state that is meant, where it need not be exact. Raises Missing,
         Corrupt; Unsupported for a log that only its own program can replay."""
         self.name, self.disk, self._loader = name, disk, loader
-        self._candidate = Candidate(name, disk)
-        here = self._candidate
-        chain = Chain(here.read(state), []) if state else here.describe()
+        self._candidate = here = Candidate(name, disk)
+        chain = Chain(here.outline(state), []) if state else here.describe(in_outline=True)
         self.manifest: Manifest = chain.last.manifest
-        self._versions = chain.versions
+        self._base = chain.base
         self._replayed: dict[str, torch.Tensor] | None = None
         if chain.replayed:
             chain.check_unruled(f"reading {name} of {disk.root}")
@@ -62,8 +61,7 @@ class Whole:
             own = {key: _entry(key, each, own) for key, each in self._replayed.items()}
         self.entries: dict[str, TensorEntry] = dict(sorted(own.items()))
         """By their first names."""
-        tables = chain.records[-1][1] if chain.replayed else chain.base.tables
-        self.optimizers: dict[str, Any] = optimizers_of(tables)
+        self.optimizers: dict[str, Any] = chain.last.optimizers
 
     @cached_property
     def firsts(self) -> dict[str, str]:
@@ -113,8 +111,9 @@ class Whole:
                 f"everstep show {root} {step} lists the {len(known)} that it has"
             )
         chosen = known if names is None else {name: known[name] for name in names}
-        firsts = dict.fromkeys(chosen.values())
-        made = dict(self._filled([(name, self._whole_box(name)) for name in firsts]))
+        boxes = {name: self._whole_box(name) for name in chosen.values()}
+        versions = self._candidate.versions(self._base, {n: [box] for n, box in boxes.items()})
+        made = dict(self._filled(versions, list(boxes.items())))
         return {name: made[first].tensor for name, first in chosen.items()}
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +127,7 @@ class Whole:
         """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
         takes memory for all of it. The next are read while these are used."""
         rows = ((row, self.size(*row)) for row in wanted)
-        batches = map(self._filled, in_groups(rows, BATCH_BYTES))
+        batches = map(partial(self._filled, self._versions), in_groups(rows, BATCH_BYTES))
         with ThreadPoolExecutor(1, "everstep-ahead") as ahead:
             following = ahead.submit(next, batches, None)
             while made := following.result():
@@ -137,7 +136,20 @@ class Whole:
                     name, (box, tensor) = made.pop(0)
                     yield name, box, tensor
 
-    def _filled(self, batch: Sequence[tuple[str, Box]]) -> list[tuple[str, LocalBox]]:
+    def fill(self, wanted: Wanted) -> None:
+        """Put boxes of tensors that are there into memory; blocks. Of a state those tables are read
+        that have some of them, of a log what it came to is copied. Raises Corrupt, Unavailable."""
+        if self._replayed is not None:
+            live = {name: [LocalBox.whole(tensor)] for name, tensor in self._replayed.items()}
+            fill_from_live(live, wanted)
+        else:
+            versions = self._candidate.versions(self._base, boxes_of(wanted))
+            fill(self._candidate, versions, wanted, self._loader)
+
+    def _filled(
+        self, versions: Sequence[Version], batch: Sequence[tuple[str, Box]]
+    ) -> list[tuple[str, LocalBox]]:
+        """New memory with these boxes. `versions`: what has them, of a state."""
         if self._replayed is not None:
             return [(name, self._view(name, box)) for name, box in batch]
         made = []
@@ -145,7 +157,7 @@ class Whole:
             spec = replace(self.entries[name].spec, shape=box.lengths)
             made.append((name, LocalBox(box, empty(TensorEntry(spec, ())))))
         places = gathered((self.entries[name], place) for name, place in made)
-        fill(self._candidate, self._versions, places, self._loader)
+        fill(self._candidate, versions, places, self._loader)
         return made
 
     def _view(self, name: str, box: Box) -> LocalBox:
@@ -160,6 +172,12 @@ class Whole:
     def size(self, name: str, box: Box) -> int:
         """Bytes of a box of that tensor."""
         return box.count * ITEM_SIZES[self.entries[name].spec.dtype]
+
+    @cached_property
+    def _versions(self) -> Sequence[Version]:
+        """Of the state, or a log's base, with all tables that have something."""
+        boxes = {name: [self._whole_box(name)] for name in self.entries}
+        return self._candidate.versions(self._base, boxes)
 
     @property
     def sharable(self) -> Version:
