@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from comparing import check_equal
-from everstep import Checkpointer, Full, Store
+from comparing import check_equal, kinds
+from everstep import Checkpointer, Full, Log, Store
 from everstep.cli.main import main as command
 from everstep.integrations import dcp as integration
 from everstep.integrations.dcp import StorageReader, StorageWriter
+from everstep.redo import replay
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
@@ -124,6 +125,75 @@ def test_what_a_checkpointer_saved(gang, store):
     saved = gang.run(saves_by_checkpointer, store)[0]
     for kind, size in (("fsdp", 2), ("plain", 1)):
         check_equal(gang.run(loads, store, kind, size=size)[0], saved)
+
+
+def logs_by_checkpointer(store, kind, steps, **options):
+    """Each step, with the default strategy; what the last one was."""
+    model, optimizer = made(kind)
+    state = {"model": model, "optimizer": optimizer, "step": torch.zeros(1)}
+    with Checkpointer(store, state, **options) as checkpointer:
+        for step in range(1, steps + 1):
+            trains(model, optimizer, 1)
+            state["step"] += 1
+            checkpointer.step(step).wait("local", 60)
+    return moved(model, optimizer)
+
+
+def moved(model, optimizer):
+    """Weights and moments, whole."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    parts = moments.get("state", {}).items()  # the first rank has them
+    return weights | {f"{name}:{key}": each for name, own in parts for key, each in own.items()}
+
+
+def restored(store, kind):
+    """By a Checkpointer."""
+    model, optimizer = made(kind, seed=1)
+    state = {"model": model, "optimizer": optimizer, "step": torch.zeros(1)}
+    with Checkpointer(store.parent / "own", state) as checkpointer:
+        checkpointer.restore(from_store=store)
+    return moved(model, optimizer), state["step"].item()
+
+
+def replayed(store, kind):
+    """By DCP."""
+    model, optimizer = made(kind, seed=1)
+    trains(model, optimizer, 1)
+    state = {**state_of(model, optimizer), "step": torch.zeros(1)}
+    dcp.load(state, storage_reader=StorageReader(store))
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    return moved(model, optimizer), state["step"].item()
+
+
+def test_a_log_of_ranks_is_replayed(gang, store):
+    """And resharded: on each layout it is what restore() has."""
+    saved = gang.run(logs_by_checkpointer, store, "fsdp", 6)[0]
+    assert kinds(store).endswith("rrr")
+    for kind, size in (("fsdp", 2), ("tp", 2), ("plain", 1), ("fsdp", 4)):
+        (expected, step), *_ = gang.run(restored, store, kind, size=size)
+        (found, at), *_ = gang.run(replayed, store, kind, size=size)
+        check_equal(expected, saved)
+        check_equal(found, saved)
+        assert step == at == 6
+
+
+def replays_otherwise(store):
+    """What each rank is told of each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replay, "_step", lambda state, call: None)
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            replayed(store, "fsdp")
+    return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]
+
+
+def test_a_replay_that_comes_to_other_bytes_on_ranks(gang, store):
+    log = Log(base_every=100, verify="full")
+    gang.run(logs_by_checkpointer, store, "plain", 3, size=1, strategy=log)
+    told = gang.run(replays_otherwise, store, size=2)
+    assert told == [[(0, "Corrupt"), (1, "Corrupt")]] * 2
 
 
 def test_a_copy_is_loaded(gang, store, tmp_path):

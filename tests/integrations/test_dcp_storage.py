@@ -1,7 +1,6 @@
 """DCP on a store of everstep, in one process: what comes back, which step, what is refused."""
 
 import contextlib
-import copy
 import dataclasses
 import errno
 import io
@@ -21,10 +20,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import everstep
-from comparing import check_equal
+from comparing import check_equal, kinds
 from everstep.format.document import seal
 from everstep.integrations import dcp as integration
 from everstep.integrations.dcp import StorageReader, StorageWriter, split_id
+from everstep.redo import replay
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
 
@@ -202,17 +202,134 @@ def test_beside_a_checkpointer(store):
     assert everstep.Store(store).steps() == [7, 8, 9]
 
 
-def test_a_log_is_refused_until_it_is_whole(store):
-    model, optimizer = trained()
-    state = {"model": model, "optimizer": optimizer}
-    with everstep.Checkpointer(store, state, strategy=everstep.Log()) as checkpointer:
+class Noisy(nn.Module):
+    """Has buffers, which no optimizer changes, and a frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(8, 60), nn.BatchNorm1d(60), nn.Linear(60, 2))
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+
+
+def logging_run(seed):
+    """What a program gives a Checkpointer; moments begin in the first step."""
+    torch.manual_seed(seed)
+    net = Noisy()
+    optimizer = torch.optim.AdamW(net.model.parameters(), lr=0.01 * (seed + 1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return {"net": net, "optimizer": optimizer, "scheduler": scheduler, "note": {"at": seed}}
+
+
+def logs(store, steps, **options):
+    """Train, and save each step."""
+    run = logging_run(0)
+    with everstep.Checkpointer(store, run, **options) as checkpointer:
+        for step in range(1, steps + 1):
+            run["optimizer"].zero_grad()
+            run["net"].model(torch.randn(4, 8)).square().mean().backward()
+            run["optimizer"].step()
+            run["scheduler"].step()
+            run["note"]["at"] = torch.tensor([step])
+            checkpointer.step(step).wait("local", 60)
+
+
+def stepped(seed):
+    """Another program's, whose optimizer has moments to be filled."""
+    run = logging_run(seed)
+    run["net"].model(torch.randn(4, 8)).square().mean().backward()
+    run["optimizer"].step()
+    return run
+
+
+def loaded(store, step, seed=1):
+    """By DCP, as its own state dict utilities have it."""
+    run = stepped(seed)
+    net, optimizer = run["net"], run["optimizer"]
+    weights, moments = get_state_dict(net, optimizer)
+    found = {"net": weights, "optimizer": moments, "scheduler": None, "note": None}
+    load(store, found, step)
+    weights, moments = found.pop("net"), found.pop("optimizer")
+    set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    run["scheduler"].load_state_dict(found["scheduler"])
+    return {**run, "note": found["note"]}
+
+
+def said(run):
+    """All of it, with the bits of its tensors."""
+    plain = {name: run[name].state_dict() for name in ("net", "optimizer", "scheduler")}
+    data = io.BytesIO()
+    torch.save({**plain, "note": run["note"]}, data)
+    data.seek(0)
+    return repr(torch.utils._pytree.tree_map(bits, torch.load(data)))
+
+
+def bits(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dtype, value.shape, value.contiguous().reshape(-1).view(torch.uint8).tolist()
+
+
+def test_a_step_of_a_log_is_replayed(store):
+    """Of a run with the default strategy each step comes back as restore() has it."""
+    logs(store, 6)
+    assert kinds(store).endswith("rrr")
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()}
+    for step in everstep.Store(store).steps():
+        run = logging_run(2)
+        with everstep.Checkpointer(store.parent / "own", run) as checkpointer:
+            assert checkpointer.restore(step, from_store=store) == step
+        assert said(loaded(store, step)) == said(run)
+    assert said(loaded(store, None)) == said(run)
+    assert {path: path.stat().st_mtime_ns for path in store.rglob("*") if path.is_file()} == before
+
+
+def test_what_a_replay_came_to_is_let_go_of(store):
+    logs(store, 4)
+    reader = StorageReader(store)
+    values = {"net": {"frozen": torch.zeros(3)}}
+    for _ in range(2):
+        dcp.load(values, storage_reader=reader)
+        assert reader._opened is None
+    check_equal(values["net"], {"frozen": everstep.Store(store).read()["net.frozen"]})
+
+
+def test_a_log_that_does_not_verify(store):
+    logs(store, 4, strategy=everstep.Log(base_every=100))
+    link = everstep.Store(store).manifest(3).records[0].parts[0].packs[0]
+    data = bytearray((store / link.path).read_bytes())
+    data[4096:] = bytes(each ^ 1 for each in data[4096:])
+    (store / link.path).write_bytes(data)
+    values = {"net": {"frozen": torch.zeros(3)}}
+    with refused(everstep.Corrupt, link.path):
+        load(store, values, 4)
+    assert not values["net"]["frozen"].any()
+    load(store, values, 2)
+    assert values["net"]["frozen"].any()
+
+
+def test_a_replay_that_comes_to_other_bytes(store, monkeypatch):
+    logs(store, 4, strategy=everstep.Log(base_every=100, verify="full"))
+    monkeypatch.setattr(replay, "_step", lambda state, call: None)
+    with refused(everstep.Corrupt, "step 2"):
+        load(store, {"net": {"frozen": torch.zeros(3)}}, 4)
+
+
+def test_a_log_that_takes_its_program_is_refused(store):
+    """What a rule derives is in no record."""
+    torch.manual_seed(0)
+    model = nn.Linear(300, 30)
+    mean = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "mean": mean, "optimizer": optimizer}
+    derive = {"mean": lambda step: mean.update_parameters(model)}
+    with everstep.Checkpointer(store, state, strategy=everstep.Log(), derive=derive) as saver:
         for step in (1, 2):
             optimizer.zero_grad()
-            model(torch.randn(4, 8)).square().mean().backward()
+            model(torch.randn(4, 300)).square().mean().backward()
             optimizer.step()
-            checkpointer.step(step).wait("local", 60)
-    with refused(everstep.Unsupported, "everstep materialize"):
-        load(store, {"model": copy.deepcopy(model).state_dict()}, 2)
+            saver.step(step).wait("local", 60)
+    with refused(everstep.Unsupported, "'mean' is derived by a rule"):
+        load(store, {"model": model.state_dict()}, 2)
 
 
 # ---- planners ------------------------------------------------------------------------------------

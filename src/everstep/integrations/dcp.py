@@ -53,7 +53,16 @@ from torch.distributed.checkpoint.storage import StorageWriter as WriterOfDCP
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
+from everstep.errors import (
+    KINDS,
+    Conflict,
+    Corrupt,
+    EverstepError,
+    Mismatch,
+    Missing,
+    Unsupported,
+    kind_of,
+)
 from everstep.format import document
 from everstep.format.boxes import Box
 from everstep.format.index import Index, Placed, runs_of
@@ -65,12 +74,11 @@ from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
-from everstep.restore.buffer_pool import empty
-from everstep.restore.choose import Candidate
-from everstep.restore.fill import boxes_of, fill, gathered
+from everstep.restore.fill import gathered
 from everstep.restore.load import Loader
 from everstep.restore.materialize import packs_of
 from everstep.restore.store import Store
+from everstep.restore.whole import Whole
 from everstep.sharding.layout import LocalBox, is_dtensor
 from everstep.sharding.leaves import Leaf, check_tensor, dtype_name
 from everstep.sharding.topology import topology
@@ -446,8 +454,12 @@ def _index_of(parts: Sequence[Sequence[Spec]], metadata: Metadata) -> Index:
 
 
 class StorageReader(_Storage, ReaderOfDCP):
-    """Loads from a store of everstep, whoever wrote it: a StorageWriter, or a Checkpointer (of
-    whose logs those steps that were made whole)."""
+    """Loads from a store of everstep, whoever wrote it: a StorageWriter, or a Checkpointer.
+
+    A step of a log is replayed first, as everstep.Store.read does it (by torch's own optimizers, on
+    the CPU): by each rank for itself, in memory for the whole state, until the load is over. Make
+    one that is loaded often whole, once: `everstep materialize`.
+    """
 
     def __init__(self, store: Path | None = None, step: int | str | None = None) -> None:
         """`step`: None for the latest; a step, a tag, or "120-3": step 120 of epoch 3."""
@@ -461,7 +473,8 @@ class StorageReader(_Storage, ReaderOfDCP):
         self._opened = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint has. Raises Missing, Corrupt, Unsupported.
+        """What the checkpoint has: of a log step, what a replay comes to. Raises Missing, Corrupt;
+        Unsupported for a log that only its own program can replay.
 
         DCP lets these go, asks for those of a `rank` next, and fails without a reason: so it gets
         nothing then, and the reason when it goes on.
@@ -470,9 +483,9 @@ class StorageReader(_Storage, ReaderOfDCP):
             return Metadata({})
         try:
             self._opened = state = _State(Store(self.store), self._step)
-        except EverstepError as error:
-            self._failure = error
-            raise
+        except EverstepError as error:  # ranks tell each other, by pickles
+            self._failure = KINDS[kind_of(error)](str(error))
+            raise self._failure from error
         self._failure = None
         within = {name for value in state.objects.values() for name in references(value)}
         found: dict[str, Any] = {
@@ -505,19 +518,21 @@ class StorageReader(_Storage, ReaderOfDCP):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """On all ranks: fill the planner's tensors, and give it its objects; each byte is verified
-        on the way. Blocks. Raises Missing, Mismatch, Corrupt, Unavailable."""
-        state = self._state
+        on the way. Blocks; what was read of the checkpoint before is let go of. Raises Missing,
+        Mismatch, Corrupt, Unavailable."""
+        state, self._opened = self._state, None
         wanted: list[tuple[TensorEntry, LocalBox]] = []
         items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         for item in items:
             entry = state.entry(item.storage_index.fqn)
             wanted.append((entry, _destination(item, entry, planner.resolve_tensor(item).detach())))
-        state.fill(wanted)
-        for item, (_, (_, tensor)) in zip(items, wanted, strict=True):
-            planner.commit_tensor(item, tensor)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
+        with state.loader:
+            state.whole.fill(gathered(wanted))
+            for item, (_, (_, tensor)) in zip(items, wanted, strict=True):
+                planner.commit_tensor(item, tensor)
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
         return _done(None)
 
     @property
@@ -527,31 +542,33 @@ class StorageReader(_Storage, ReaderOfDCP):
 
 
 class _State:
-    """A checkpoint's whole state. Of a StorageWriter's, tables are read as they are needed."""
+    """A checkpoint's whole state, as DCP has it."""
 
     def __init__(self, store: Store, step: int | str | None) -> None:
         """Raises Missing, Corrupt, Unsupported."""
-        self._manifest = manifest = store.state(step)
-        self.name = manifest.name
-        self._candidate = Candidate(self.name, tier_at(store.path))
+        disk = tier_at(store.path)
+        self.name = catalog.find(disk, step)
+        self.loader = Loader()
+        self.whole = Whole(disk, self.name, self.loader, catalog.read_whole(disk, self.name))
+        manifest = self.whole.manifest
         self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
         if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
-        self._described = self._candidate.outline(manifest)
-        self.tensors = self._described.tensors
+        self.tensors = {name: self.whole.entries[n] for name, n in self.whole.firsts.items()}
         self._rename_optimizers()
 
     def _rename_optimizers(self) -> None:
         """A Checkpointer's, as torch's state-dict utilities have them:
         `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
-        for name, table in self._described.optimizers.items():
+        hyperparameters = self.whole.manifest.hyperparameters
+        for name, table in self.whole.optimizers.items():
             for parameter, keys in table["state"].items():
                 for key in keys:
                     if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
                         self.tensors[f"{name}.state.{_bare(parameter)}.{key}"] = entry
-            for number, values in enumerate(self._manifest.hyperparameters.get(name, ())):
+            for number, values in enumerate(hyperparameters.get(name, ())):
                 members = [key for key, group in table["groups"].items() if group == number]
                 said = {**values, "params": list(map(_bare, members))}
                 at = f"{name}.param_groups.{number}"
@@ -561,23 +578,12 @@ class _State:
         """A tensor. Raises Missing."""
         if name in self.tensors:
             return self.tensors[name]
-        root = self._candidate.disk.root
+        root = self.whole.disk.root
         raise Missing(f"loading {name!r} from {self.name} of {root}: it has no such tensor")
-
-    def fill(self, wanted: Sequence[tuple[TensorEntry, LocalBox]]) -> None:
-        """Read boxes of tensors into memory; blocks. Raises Corrupt, Unavailable."""
-        places = gathered(wanted)
-        versions = self._candidate.versions(self._described, boxes_of(places))
-        with Loader() as loader:
-            fill(self._candidate, versions, places, loader)
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
-        entries = {name: self.entry(name) for name in references(self.objects[key])}
-        tensors = {
-            name: empty(dataclasses.replace(entry, strides=None)) for name, entry in entries.items()
-        }
-        self.fill([(entries[name], LocalBox.whole(to)) for name, to in tensors.items()])
+        tensors = self.whole.tensors(list(references(self.objects[key])))
 
         def tensor(name: str, device: str) -> torch.Tensor:
             place = torch.device(device)

@@ -136,7 +136,8 @@ class Store:
         name = catalog.find(self._disk, step)
         try:
             with Loader() as loader:
-                return Whole(self._disk, name, loader, self._state(name)).tensors(names)
+                state = catalog.read_whole(self._disk, name)
+                return Whole(self._disk, name, loader, state).tensors(names)
         except Corrupt as error:
             if catalog.is_there(self._disk, name):
                 raise
@@ -146,7 +147,7 @@ class Store:
         """The manifest of a checkpoint's whole state. Raises Missing, Corrupt; Unsupported for a
         step that is a log."""
         name = catalog.find(self._disk, step)
-        if (state := self._state(name)) is None:
+        if (state := catalog.read_whole(self._disk, name)) is None:
             raise Unsupported(
                 f"looking for the state of step {name.step} of {self.path}: it is stored as redo "
                 f"records. Make it whole with: everstep materialize {self.path} {name.step}"
@@ -200,12 +201,6 @@ class Store:
     def gc(self) -> tuple[int, int]:
         """Delete files that no checkpoint reaches: what failed left. Returns (files, bytes)."""
         return retain.sweep(self._disk)
-
-    def _state(self, name: CheckpointName) -> Manifest | None:
-        """That of a whole state, or of what a log step was made; None where that takes a replay."""
-        manifest = catalog.read_manifest(self._disk, name)
-        state = catalog.read_state(self._disk, name) if manifest.records else manifest
-        return None if state is None or state.records else state
 
     def _verify_documents(self) -> dict[str, list[str]]:
         problems: dict[str, list[str]] = {}

@@ -207,6 +207,14 @@ def read_state(disk: Readable, name: CheckpointName) -> Manifest | None:
     return found
 
 
+def read_whole(disk: Readable, name: CheckpointName) -> Manifest | None:
+    """A whole state, or what was made of a log step, be it exact or not; None where it takes a
+    replay. Raises Missing, Corrupt."""
+    manifest = read_manifest(disk, name)
+    state = read_state(disk, name) if manifest.records else manifest
+    return None if state is None or state.records else state
+
+
 def _whole(disk: Readable, manifest: Manifest) -> Manifest:
     """A step that takes a replay as the state that was made of it, where one stands for it: nothing
     is before it."""
