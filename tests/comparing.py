@@ -22,9 +22,13 @@ def check_stored(store: Path, state: Mapping[str, torch.Tensor], step: int | Non
     assert Store(store).verify().ok
     stored = Store(store).read(step)
     for name, tensor in state.items():
-        parameter, _, key = name.partition(":")
-        at = f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
-        assert torch.equal(_bytes(stored[at]), _bytes(tensor)), name
+        assert torch.equal(_bytes(stored[stored_name(name)]), _bytes(tensor)), name
+
+
+def stored_name(name: str) -> str:
+    """What a tensor of the zoo's full states is called in a store."""
+    parameter, _, key = name.partition(":")
+    return f"optimizer.model.{parameter}.{key}" if key else f"model.{parameter}"
 
 
 def kinds(store: Path) -> str:

@@ -33,3 +33,9 @@ def files(tmp_path):
     """A folder by which a test and its ranks tell each other how far they are."""
     (tmp_path / "files").mkdir()
     return tmp_path / "files"
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A node is not waited for long."""
+    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")

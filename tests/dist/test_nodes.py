@@ -117,11 +117,6 @@ def test_a_stopped_keeper_delays_the_step_on_all_nodes(gang, store, files, node)
     assert part_documents(store) == []
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("node", ["a", *slow("b")])
 def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 import zoo
 from jobs import RECIPE, attached, parts_of, trains, trains_alone
+from test_thinned_ranks import THIN, check_plans, planned
 
-from comparing import check_equal, check_stored
+from comparing import check_equal, check_stored, stored_name
 from everstep import Keep, Store, Tiers
 from examples import slow
 from stores import keeper_pid, packs_of
@@ -153,11 +154,6 @@ def lose(gang, folders, nodes, lost):
     shutil.rmtree(at(folders, lost))
 
 
-@pytest.fixture
-def impatient(monkeypatch):
-    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
-
-
 @pytest.mark.parametrize("strategy", ["full", *slow("log")])
 @pytest.mark.parametrize(
     ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("abc", "a"), ("abc", "c"))]
@@ -231,10 +227,10 @@ def test_stores_of_two_runs_are_told(gang, folders):
         assert "they are of different runs" in outcome.text
 
 
-def copies(remote, store, nodes, until):
+def copies(remote, store, nodes, until, strategy):
     """Trains to this step, which is in the remote tier then. What was restored, and the end."""
     job = zoo.build("fsdp2", RECIPE)
-    with attached(job, store, nodes=nodes, strategy="full", tiers=Tiers(remote=remote)) as made:
+    with attached(job, store, nodes=nodes, strategy=strategy, tiers=Tiers(remote=remote)) as made:
         first = made.restore()
         begun = job.full_state()
         for step in range(first + 1, until + 1):
@@ -245,14 +241,82 @@ def copies(remote, store, nodes, until):
 
 
 @pytest.mark.slow
-def test_a_remote_tier_has_what_all_nodes_have(gang, folders):
-    remote = folders / "remote"
-    *_, saved = gang.run(on_node, folders, "ab", copies, remote, until=3, size=2)[0]
-    check_stored(remote, saved)
+@pytest.mark.parametrize("strategy", ["full", THIN])
+def test_a_remote_tier_has_what_all_nodes_have(gang, folders, strategy):
+    remote, options = folders / "remote", {"size": 2, "strategy": strategy}
+    *_, saved = gang.run(on_node, folders, "ab", copies, remote, until=3, **options)[0]
     for node in "ab":
         end_node(folders, node)
         shutil.rmtree(at(folders, node))
-    runs = gang.run(on_node, folders, "ab", copies, remote, until=4, size=2)
+    assert Store(remote).verify().ok
+    stored = Store(remote).read(3)
+    runs = gang.run(on_node, folders, "ab", copies, remote, until=4, **options)
     assert [run[0] for run in runs] == [3, 3]
-    check_equal(runs[0][1], saved)
+    begun = runs[0][1]
+    check_equal({name: stored[stored_name(name)] for name in begun}, begun)
+    if strategy == "full":
+        check_equal(begun, saved)
     assert Store(remote).latest() == 4
+
+
+@pytest.mark.parametrize(
+    ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("aabc", "c"))]
+)
+def test_the_loss_of_a_node_with_its_store(
+    gang,
+    folders,
+    files,
+    impatient,
+    nodes,
+    lost,
+):
+    """The next node has, in memory, all packs that the newest checkpoint names of the one that is
+    lost, those of earlier steps as well."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    size, end = len(nodes), random.Random(seed).randint(3, 7)
+    options = {"size": size, "strategy": THIN}
+    gang.start(on_node, folders, nodes, trains_on, files, **options)
+    wait_until(lambda: newest(files, size) >= end, 60)
+    lose(gang, folders, nodes, lost)
+    run = (on_node, folders, nodes, trains_on, files)
+    first, begun, _ = gang.run(*run, until=0, **options)[0]
+    assert first >= newest(files, size) - 1
+    survivor = at(folders, next(node for node in nodes if node != lost)) / "store"
+    _, alone = gang.run(trains_alone, "fsdp2", first, size=size)[0]
+    check_equal(begun, planned(survivor, first, alone))
+    gang.run(*run, until=first + 4, **options)
+    for node in sorted(set(nodes)):
+        own = Store(at(folders, node) / "store")
+        check_plans(own.path, range(first + 2, first + 5))
+        own.delete(first + 3)
+        own.gc()
+        packs = {pack.path for part in own.manifest(first + 4).parts for pack in part.packs}
+        assert packs_of(own.path) & packs
+    assert Store(united(folders, sorted(set(nodes)))).verify(first + 4).ok
+    last, state, _ = gang.run(*run, until=0, **options)[0]
+    assert last == first + 4
+    found = Store(folders / "all").read(last)
+    check_equal({name: found[stored_name(name)] for name in state}, state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("node", ["a", "b"])
+def test_a_keeper_that_dies_is_followed_by_one_that_goes_on(
+    gang,
+    folders,
+    files,
+    node,
+):
+    options = {"size": 2, "strategy": THIN, "until": 20}
+    gang.start(on_node, folders, "ab", trains_on, files, **options)
+    wait_until(lambda: newest(files, 2) >= 4, 60)
+    os.kill(node_keeper(folders, node), signal.SIGKILL)
+    for outcome in gang.finish():
+        assert outcome.kind == "returned", outcome.text
+    store, (_, alone) = united(folders), gang.run(trains_alone, "fsdp2", 20, size=2)[0]
+    assert Store(store).latest() == 20
+    assert Store(store).verify().ok
+    for step in Store(store).steps():
+        check_stored(store, planned(store, step, alone), step)
+    check_plans(store, [19, 20])

@@ -1,4 +1,5 @@
-"""Thinned saves of several ranks: all save the same modules at one step."""
+"""Thinned saves of several ranks, on one node and on several: all save the same modules at one
+step, and what a checkpoint names of earlier ones is there."""
 
 import contextlib
 import os
@@ -7,28 +8,116 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import trains, unheard
+from jobs import trains, trains_alone, unheard
+from test_nodes import check_steps, done, go, part_documents, trains_on
 from test_partings import Failing, Run, tensors
 
-from everstep import EverstepError, Full, Store
+from commands import run as command
+from commands import run_json
+from comparing import check_equal, check_stored, stored_name
+from everstep import EverstepError, Full, Keep, Store
 from examples import slow
+from processes import until
+from stores import keeper_pid
+
+THIN = Full(thin={"model.blocks.*": 2})
+ALL = [("fsdp2", ""), ("fsdp2", "ab"), *slow(("ddp", ""), ("ddp", "ab"), ("fsdp2", "aabc"))]
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", *slow("ddp")])
-def test_each_tensor_is_the_newest_that_was_saved(gang, layout, store):
-    thin = Full(thin={"model.blocks.*": 2})
-    run, *_ = gang.run(trains, layout, store, 5, size=2, strategy=thin, waits=True)
-    assert not run.errors
-    for step in range(2, 6):
+def planned(store, step, states):
+    """The state of a step, each tensor as it was at the step that the plan says."""
+    plan = Store(store).restore_plan(step)
+    assert set(plan.values()) <= set(states)
+    return {name: states[plan[stored_name(name)]][name] for name in states[step]}
+
+
+def check_plans(store, steps):
+    """Halves of the blocks are of their own step, the others of the one before, each in all of its
+    pieces; all else is of its own step."""
+    for step in steps:
         plan = Store(store).restore_plan(step)
         assert set(plan.values()) == {step - 1, step}
-        own = ((n, t) for n, t in Store(store).read(step).items() if not n.startswith("rng."))
-        for name, tensor in own:
-            called = name.removeprefix("optimizer.").removeprefix("model.")
-            if name.startswith("optimizer."):
-                called = ":".join(called.rsplit(".", 1))
-            assert torch.equal(tensor, run.states[plan[name]][called]), (step, name)
-    assert Store(store).verify().ok
+        assert all(".blocks." in name for name, of in plan.items() if of != step)
+        assert not Store(store).manifest(step).exact
+
+
+@pytest.mark.parametrize(("layout", "nodes"), ALL)
+def test_each_tensor_is_the_newest_that_was_saved(gang, capsys, store, layout, nodes):
+    options = {"size": len(nodes) or 2, "nodes": nodes}
+    saved, *_ = gang.run(trains, layout, store, 5, strategy=THIN, waits=True, **options)
+    assert not saved.errors
+    check_plans(store, range(2, 6))
+    for step in range(1, 6):
+        check_stored(store, planned(store, step, saved.states), step)
+    assert part_documents(store) == []
+    shown = run_json(capsys, "show", store, 5)
+    assert shown["exact"] is False
+    assert list(shown["thinned"]) == ["4"]
+    plan = Store(store).restore_plan(5)
+    assert {each["name"]: each["step"] for each in shown["tensors"]} == plan
+    assert command("show", store, 5) == 0
+    assert "of step 4" in capsys.readouterr().out
+    for other, own in ((layout, nodes), ("fsdp2", "")):
+        run, *_ = gang.run(trains, other, store, size=len(own) or 2, nodes=own)
+        assert run.first == 5
+        check_equal(run.begun, planned(store, 5, saved.states))
+
+
+@pytest.mark.parametrize("nodes", ["ab"])
+def test_no_reference_dangles(gang, store, nodes):
+    """Neither retention, nor rm, nor gc takes what a later one refers to."""
+    options = {"size": len(nodes), "nodes": nodes, "strategy": THIN, "waits": True}
+    saved, *_ = gang.run(trains, "fsdp2", store, 7, keep=Keep(last=2), **options)
+    assert Store(store).steps() == [6, 7]
+    Store(store).delete(6)
+    Store(store).gc()
+    check_stored(store, planned(store, 7, saved.states), 7)
+    again, *_ = gang.run(trains, "fsdp2", store, 10, **options)
+    assert again.first == 7
+    assert not again.errors
+    states = {**saved.states, **again.states}
+    assert Store(store).manifest(8).exact
+    check_plans(store, [9, 10])
+    for step in (8, 9, 10):
+        check_stored(store, planned(store, step, states), step)
+    for step in (7, 8, 9):
+        Store(store).delete(step)
+    Store(store).gc()
+    check_stored(store, planned(store, 10, states), 10)
+
+
+@pytest.mark.parametrize("with_keeper", [True, *slow(False)])
+@pytest.mark.parametrize("node", ["b", *slow("a")])
+def test_a_node_that_dies_between_thinned_saves(gang, store, files, impatient, node, with_keeper):
+    """What it had told of a save counts or does not; the next run begins with all."""
+    nodes = "aabb"
+    gang.start(trains_on, store, nodes, 9, files, strategy=THIN)
+    for step in (1, 2, 3):
+        go(files, step)
+        until(done(files, step), "it did not come to that")
+    other = "b" if node == "a" else "a"
+    keepers = {each: keeper_pid(store, each) for each in "ab"}
+    os.kill(keepers[other], signal.SIGSTOP)
+    go(files, 4)
+    until(done(files, 4, what="captured"), "it did not come to that")
+    gang.kill(*(rank for rank in range(4) if nodes[rank] == node))
+    if with_keeper:
+        os.kill(keepers[node], signal.SIGKILL)
+    gang.kill()
+    os.kill(keepers[other], signal.SIGCONT)
+    gang.finish()
+    _, alone = gang.run(trains_alone, "fsdp2", 4)[0]
+    go(files, *range(5, 9))
+    first, ended, states = gang.run(trains_on, store, nodes, 3, files, strategy=THIN)[0]
+    assert first in (4, 5)
+    assert set(ended.values()) == {None}
+    check_steps(store, list(range(1, first + 3)))
+    check_plans(store, [*range(2, first), first + 1, first + 2])
+    states = {**alone, **states}
+    for step in range(1, first + 3):
+        check_stored(store, planned(store, step, states), step)
+    Store(store).gc()
+    check_steps(store, list(range(1, first + 3)))
 
 
 def hears_late(store, nodes):
@@ -66,4 +155,6 @@ def test_ranks_that_hear_of_a_failure_at_different_saves_go_on_together(gang, st
     assert max(lost) < 10
     plans = {step: set(known.restore_plan(step).values()) for step in range(30, 41)}
     assert plans == {step: {step, step - 1} for step in plans}
+    name, plan = "model.0.weight", known.restore_plan(40)
+    assert torch.equal(known.read(40)[name], states[plan[name]]["0.weight"])
     assert known.verify().ok

@@ -1,8 +1,10 @@
 """Part documents: what goes in comes out, another attempt is not there, and gc sweeps them."""
 
+from dataclasses import replace
+
 import pytest
 
-from everstep.errors import Corrupt, Mismatch
+from everstep.errors import Corrupt, Mismatch, Unavailable
 from everstep.format.boxes import Box
 from everstep.format.document import seal
 from everstep.format.index import INDEXED_FROM_PARTS, Index, Run
@@ -20,7 +22,7 @@ from everstep.keeper.ranks.descriptions import merge_numbered
 from everstep.keeper.ranks.nodes import unite
 from everstep.store import catalog, commit, names, retain
 from everstep.tiers.disk import Disk
-from stores import go_on, make_store
+from stores import go_on, make_store, packs_of
 
 PART = Part(
     0, FileLink("data/tables/a.json", 7, "0" * 32), (FileLink("data/b", 9),), ("1" * 32,), 5
@@ -162,6 +164,47 @@ def test_gc_sweeps_what_nothing_will_come_of(tmp_path):
     assert catalog.part_documents(disk, of_dead) == []
     assert not (disk.root / "checkpoints" / str(of_dead)).exists()
     assert catalog.part_documents(disk, of_live) == [names.part_path(of_live, 3)]
+
+
+def test_what_a_part_document_names_stays(tmp_path):
+    """Another node may be about to commit it; of an epoch that is over, gc knows better."""
+    trainer = make_store(tmp_path / "store", [1, 2])
+    disk, name = trainer.disk, CheckpointName(3, 1)
+    first = catalog.read_manifest(disk, CheckpointName(1, 1)).parts[0]
+    publish(disk, name, replace(found_of(), part=first))
+    retain.delete(disk, [CheckpointName(1, 1)])
+    retain.sweep(disk)
+    assert {pack.path for pack in first.packs} <= packs_of(disk.root)
+    go_on(trainer, 2, [3])
+    retain.delete(disk, [CheckpointName(2, 1)])
+    assert {pack.path for pack in first.packs} <= packs_of(disk.root)
+    retain.sweep(disk)
+    retain.sweep(disk)
+    assert not {pack.path for pack in first.packs} & packs_of(disk.root)
+    assert catalog.part_documents(disk, name) == []
+
+
+def test_packs_of_earlier_steps_are_counted_over_all_nodes():
+    told = []
+    for node, steps in enumerate([{1: 4}, {}, {1: 4, 2: 3}]):
+        specs = [Spec(f"{name}{node}", "float32", (2,)) for name in "abc"]
+        turns = {f"b{node}": 1, f"c{node}": 2} if steps else {}
+        layout = lay_out(specs, (), turns)
+        table = encode_table(layout, {}, {}, {})
+        links = tuple(FileLink(f"data/{node}-{i}", p.size) for i, p in enumerate(layout.packs))
+        digests = ("1" * 32,) * layout.digest_count
+        part = Part(0, commit.table_link(table), links, digests, 5)
+        told.append((NodePart("run.1", node, None, part, {}, {}, older=steps), table))
+    manifest = Manifest(5, 1, "run", "now", (), {}, {})
+    with pytest.raises(Unavailable, match="node 2 has step 3 where another one has step 5"):
+        unite(None, manifest, told)
+    told[0] = (replace(told[0][0], older={1: 4, 2: 3}), told[0][1])
+    united, _ = unite(None, manifest, told)
+    assert united.older == [{1: 4, 2: 3}, {}, {1: 4, 2: 3}]
+    assert not united.exact
+    again = decode_manifest(encode_manifest(united), "here")
+    assert again.older == united.older
+    assert decode_node_part(encode_node_part(told[0][0]), "here").older == {1: 4, 2: 3}
 
 
 @pytest.mark.parametrize(("nodes", "is_indexed"), [(INDEXED_FROM_PARTS - 1, False), (40, True)])

@@ -22,7 +22,6 @@ from zlib import crc32
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
 from everstep.capture.window import why_undivided
-from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
 from everstep.state.view import Collected, Walk
 
@@ -42,13 +41,7 @@ class Thin(Spread):
     of several ranks all count saves alike."""
 
     def __init__(self, run: Run, every: int, factors: Mapping[str, int]) -> None:
-        """Raises Unsupported."""
         super().__init__(run, every, window=1)
-        if run.ranks.is_on_nodes:
-            raise Unsupported(
-                "everstep.Full(thin=...) and ranks on several nodes: that is for ranks of one "
-                "node. Leave thin= out"
-            )
         self._factors = factors
         self._patterns = [(_compiled(pattern), factor) for pattern, factor in factors.items()]
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]

@@ -166,13 +166,14 @@ def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str,
     """Of each tensor, over all parts of a step. `stored`: bytes in files that were written for this
     checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    for part, table in zip(manifest.all_parts, tables, strict=True):
+    older = [*manifest.older, *({} for record in manifest.records for _ in record.parts)]
+    for part, table, steps in zip(manifest.all_parts, tables, older, strict=False):
         encoded, own = encoded_chunks(part, table), CheckpointName(part.steps, manifest.epoch)
         is_new = [names.is_new_in(pack.path, own) for pack in part.packs]
         for name, entry in table.tensors.items():
             facts = found.get((part.steps, name))
             if facts is None:
-                facts = found[part.steps, name] = _new_facts(entry, part, manifest.older)
+                facts = found[part.steps, name] = _new_facts(entry, part, steps)
             for piece in entry.pieces:
                 numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
                 stored = sum(part.stored[n] for n in numbers) if part.stored else piece.size

@@ -6,6 +6,7 @@ in a piece table (tables.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt
@@ -255,20 +256,24 @@ class Manifest:
         return self.previous or next((part.base for part in self.parts if part.base), None)
 
     @property
-    def older(self) -> dict[int, int]:
-        """Of a thinned state: the packs, by their numbers, that have an earlier step's tensors, and
-        which."""
+    def older(self) -> list[dict[int, int]]:
+        """Of each part the packs, by their numbers in it, that have an earlier step's tensors, and
+        which step that is: of a thinned state."""
         said = self.capture.get(OLDER)
         rows = said.items() if isinstance(said, dict) else ()
-        return {int(n): step for n, step in rows if n.isdecimal() and type(step) is int}
+        steps = {int(n): step for n, step in rows if n.isdecimal() and type(step) is int}
+        numbers = count()
+        return [
+            {own: steps[n] for own, n in enumerate(islice(numbers, len(part.packs))) if n in steps}
+            for part in self.parts
+        ]
 
     def shares_by_step(self) -> dict[int, float]:
         """Of a thinned state: which share of its bytes each earlier step has, the newest first."""
         sizes: dict[int, int] = {}
-        packs = [pack for part in self.parts for pack in part.packs]
-        for number, step in self.older.items():
-            if number < len(packs):
-                sizes[step] = sizes.get(step, 0) + packs[number].size
+        for part, older in zip(self.parts, self.older, strict=True):
+            for number, step in older.items():
+                sizes[step] = sizes.get(step, 0) + part.packs[number].size
         return {step: sizes[step] / self.size for step in sorted(sizes, reverse=True)}
 
     @property

@@ -133,6 +133,10 @@ class Table:
     optimizers: dict[str, dict[str, Any]]
     rest: tuple[TensorEntry, ...] = ()
 
+    def has_layout_of(self, other: "Table") -> bool:
+        """Whether both have the same tensors in the same places of their packs."""
+        return (self.packs, self.tensors) == (other.packs, other.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:

@@ -33,7 +33,7 @@ def check_same(
     is_same = bool(own)
     if own:
         here, there = decode_table(table, "a table"), catalog.read_table(disk, own[-1])
-        is_same = (here.packs, here.tensors) == (there.packs, there.tensors)
+        is_same = here.has_layout_of(there)
     if steps:
         is_same &= tuple(part.steps for part in found.parts) == steps
     elif mine.previous:  # not by digests: another keeper may have packed it in another way

@@ -176,9 +176,9 @@ class Save:
         image, kept = job.image(), None
         if said["kept"]:
             parent = self._before.name if self._before else writer.parent
-            table = image.parsed
-            link_to = commit.table_link(table.document)
-            kept = find_kept(writer.disk, parent, link_to, table.table, said["kept"])
+            table, link_to = image.parsed.table, commit.table_link(image.parsed.document)
+            node, turns = job.place.node, said["kept"]
+            kept = find_kept(writer.disk, parent, node, link_to, table, turns)
         if kept:
             older = {str(number): step for number, step in kept.steps.items()}
             capture = {**self._manifest.capture, OLDER: older}
@@ -266,7 +266,7 @@ class Save:
             self._own = self.job.own_part(self._manifest)
             self._is_told = not self._exists and not nodes.commits
         if nodes and self._is_told:
-            nodes.tell(self.name, self._own, self._data.document)
+            nodes.tell(self._manifest, self._own, self._data.document)
 
     def publish(self) -> None:
         """All that it needs is durable: commit it."""

@@ -55,25 +55,34 @@ class Kept(NamedTuple):
 
 
 def find_kept(
-    disk: Tier, parent: CheckpointName | None, link: FileLink, table: Table, turns: Container[int]
+    disk: Tier,
+    parent: CheckpointName | None,
+    node: int,
+    link: FileLink,
+    table: Table,
+    turns: Container[int],
 ) -> Kept | None:
-    """What a thinned state has of those of these `turns`; None where they have no packs. `link`: of
-    its table. Raises Unavailable where the checkpoint before has not got them: the next save
-    writes all."""
+    """What a thinned state has of those of these `turns`; None where this `node` has no packs of
+    them. `link`: of its table. Raises Unavailable where the checkpoint before has not got them: the
+    next save writes all."""
     numbers = [number for number, pack in enumerate(table.packs) if pack.turn in turns]
     if not numbers:
         return None
     try:
         before = catalog.read_manifest(disk, parent) if parent else None
+        for part, older in zip(before.parts, before.older, strict=True) if before else ():
+            # Of several nodes, the hyperparameters of one may be numbered anew in its table.
+            if part.table == link or (
+                part.rank == node and table.has_layout_of(catalog.read_table(disk, part))
+            ):
+                step = part.steps
+                return Kept(part, {number: older.get(number, step) for number in numbers})
     except EverstepError as error:
         raise Unavailable(f"looking for what is not due at this save: {error}") from error
-    part = next((each for each in before.parts if each.table == link), None) if before else None
-    if before is None or part is None:
-        raise Unavailable(
-            f"looking for what is not due at this save: {parent or 'no checkpoint'} has not got "
-            f"it. All is written next"
-        )
-    return Kept(part, {number: before.older.get(number, before.step) for number in numbers})
+    raise Unavailable(
+        f"looking for what is not due at this save: {parent or 'no checkpoint'} has not got it. "
+        f"All is written next"
+    )
 
 
 class StillPacks:

@@ -161,13 +161,13 @@ class Candidate:
         """For each pack of the part its sources, nearest first."""
         with contextlib.ExitStack() as stack, self._noting([part]):
             found: list[list[Source]] = []
+            kept = self.held.manifest.older[0] if self.held else {}
             for index, pack in enumerate(part.packs):
                 here: list[Source] = []
-                is_kept = self.held is not None and index in self.held.manifest.older
-                if self.held and not is_kept:  # of what was not due memory has nothing
+                if self.held and index not in kept:  # of what was not due memory has nothing
                     here.append(self.held.packs[index])
                 here += self.near(pack)
-                if not self.held or self.held.is_committed or is_kept:
+                if not self.held or self.held.is_committed or index in kept:
                     here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)
             yield found

@@ -158,10 +158,9 @@ class Store:
         """The step that each tensor of a checkpoint is of, by all its names: its own, but for what
         was not due in a thinned save (everstep.Full(thin=...)). Raises what `state` does."""
         state = self.state(step)
-        older = state.older
         return {
             each: older.get(entry.pieces[0].pack, state.step)
-            for table in self.tables(state)
+            for table, older in zip(self.tables(state), state.older, strict=False)
             for name, entry in table.tensors.items()
             for each in (name, *entry.aliases)
         }

@@ -194,7 +194,7 @@ def publish(
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
         _check_previous(disk, manifest)
-        _check_shared(disk, manifest, node)
+        check_shared(disk, manifest, node)
         for table in tables:
             write_table(disk, table)
         if disk.size(names.state_path(name)) is not None:  # of one of this name that was deleted
@@ -278,9 +278,9 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> None:
-    """What it has of earlier checkpoints may have been deleted since, as nothing else had it.
-    `node`: see publish. Raises Unavailable."""
+def check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> None:
+    """What it has of earlier checkpoints may have been deleted since, as nothing else had it: the
+    store is locked meanwhile. `node`: see publish. Raises Unavailable."""
     name = manifest.name
     parts = [part for part in manifest.parts if node in (None, part.rank)]
     of_parts = (link for part in parts for link in part.packs)

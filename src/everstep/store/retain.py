@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
+from everstep.format.node_parts import decode_node_part
 from everstep.store import catalog, commit, names, presence
 from everstep.store.lineage import branches, current
 from everstep.tiers.tier import Tier
@@ -159,9 +160,9 @@ def _previous(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Checkpoint
 
 
 def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
-    needed = _reachable(
-        disk, [name for name in catalog.committed(disk) if name not in doomed], cache
-    )
+    committed = catalog.committed(disk)
+    needed = _reachable(disk, [name for name in committed if name not in doomed], cache)
+    needed |= _told(disk, set(committed))
     files: set[str] = set()
     for name in doomed:
         with contextlib.suppress(EverstepError):  # where none can tell any more, gc frees them
@@ -194,7 +195,7 @@ def sweep(disk: Tier) -> tuple[int, int]:
     with disk.locked(exclusive=True):
         live = catalog.newest_epoch(disk)
         committed = catalog.committed(disk)
-        needed = _reachable(disk, committed, {})
+        needed = _reachable(disk, committed, {}) | _told(disk, set(committed), live)
         _settle_absent(disk, set(committed), live)
         doomed = {
             f"{names.DATA}/{pack}"
@@ -218,6 +219,19 @@ def sweep(disk: Tier) -> tuple[int, int]:
         for path in sorted(doomed):
             disk.delete(path)
         return len(doomed), freed
+
+
+def _told(disk: Tier, committed: Set[CheckpointName], since: int = 0) -> set[str]:
+    """The packs that part documents name, of epochs from `since` on: of several nodes with stores
+    of their own, another one commits what has them, perhaps just now."""
+    found: set[str] = set()
+    for name in map(names.parse_checkpoint, disk.list(names.CHECKPOINTS)):
+        if name and name not in committed and name.epoch >= since:
+            for path in catalog.part_documents(disk, name):
+                with contextlib.suppress(Missing, Corrupt):  # of one that is lost nothing comes
+                    part = decode_node_part(disk.read(path), path).part
+                    found |= {link.path for link in part.packs} if part else set()
+    return found
 
 
 def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[str]:

@@ -6,8 +6,8 @@
 Invariants:
 * A part document (`checkpoints/00000100-0003/part-2.json`: what node 2 has of it, or why it has
   nothing) is published when every byte that it names is durable, and means nothing to readers.
-* Files that one names are not deleted by the node that wrote it, unless the node that commits has
-  said that it never will: it may be about to.
+* Files that one names, also those of earlier checkpoints, are not deleted where they lie, unless
+  the node that commits has said that it never will: it may be about to.
 * The node of rank 0 alone creates manifests, and only of parts of one attempt: a call of a run's
   attachment. What a dead attempt left never joins.
 * A node that has nothing of a step says so, with the reason: then it fails on all nodes at once.
@@ -31,7 +31,13 @@ from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
-from everstep.format.manifest import CheckpointName, Manifest, check_table, encode_manifest
+from everstep.format.manifest import (
+    OLDER,
+    CheckpointName,
+    Manifest,
+    check_table,
+    encode_manifest,
+)
 from everstep.format.merge import RankTable, merge_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, encode_node_part
 from everstep.format.tables import Table, decode_table, seal_table
@@ -102,11 +108,15 @@ class Nodes:
         if said and said.failed is not None:
             raise _failure(f"saving step {name.step}: it was given up before: {said.failed}", said)
 
-    def tell(self, name: CheckpointName, own: NodePart, table: bytes) -> None:
-        """What is here, durably (its packs are). Raises Unavailable, Conflict."""
-        commit.check_epoch(self.first, name.epoch, name.step)
+    def tell(self, manifest: Manifest, own: NodePart, table: bytes) -> None:
+        """What is here, durably (its packs are): `manifest` as if there were no other node. From
+        then on nobody deletes what it names of earlier checkpoints. Raises Unavailable,
+        Conflict."""
+        commit.check_epoch(self.first, manifest.epoch, manifest.step)
         commit.write_table(self._disk, table)
-        self._publish(name, own)
+        with self._disk.locked(exclusive=False):
+            commit.check_shared(self._disk, manifest)
+            self._publish(manifest.name, own)
 
     def _publish(self, name: CheckpointName, part: NodePart) -> None:
         """Publish it durably, in place of what this node said before."""
@@ -306,6 +316,7 @@ def unite(
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
     documents = tuple(document for _, document in told)
     tables, renumbered, index = _united(documents, hashable(mapping))
+    older = _older(manifest.step, every, tables)
     done = []
     for found, table, document in zip(every, tables, renumbered, strict=True):
         assert found.part
@@ -320,6 +331,8 @@ def unite(
         previous = replace(previous, digest=catalog.digest_of_manifest(disk, previous.name))
     united = replace(
         manifest,
+        exact=manifest.exact and not older,
+        capture={**manifest.capture, OLDER: older} if older else manifest.capture,
         parts=() if manifest.records else tuple(done),
         records=tuple(
             replace(record, calls=tuple(calls), parts=tuple(done)) for record in manifest.records
@@ -331,6 +344,25 @@ def unite(
         index=None if manifest.records else index,
     )
     return united, renumbered
+
+
+def _older(step: int, every: Sequence[NodePart], tables: Sequence[Table]) -> dict[str, int]:
+    """What is said of a thinned state: of the packs of all nodes, by their numbers. Raises
+    Unavailable where nodes are at other turns (see merge_descriptions): a tensor that is cut into
+    pieces over them would be of two steps."""
+    found, number, of_turns = dict[str, int](), 0, dict[int, int]()
+    for node, table in zip(every, tables, strict=True):
+        for own, pack in enumerate(table.packs):
+            of = node.older.get(own, step)
+            if pack.turn and of_turns.setdefault(pack.turn, of) != of:
+                raise Unavailable(
+                    f"saving step {step}: of what is saved in turn, node {node.node} has step {of} "
+                    f"where another one has step {of_turns[pack.turn]}. All save all next"
+                )
+            if of != step:
+                found[str(number)] = of
+            number += 1
+    return found
 
 
 def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:
