@@ -119,21 +119,17 @@ def compare(
 def _paired(first: Whole, second: Whole, found: Difference) -> dict[str, str]:
     """The tensors that can be compared, by their names in the first: those in the second. What
     cannot be is noted."""
-    names = {
-        name: entry.spec.name
-        for entry in second.entries.values()
-        for name in (entry.spec.name, *entry.aliases)
-    }
     pairs = {}
     for name, entry in first.entries.items():
-        other = next((names[each] for each in (name, *entry.aliases) if each in names), None)
+        called = (name, *entry.aliases)
+        other = next(filter(None, map(second.firsts.get, called)), None)
         if other is None:
             found.only_first.append(name)
         elif (said := kind_of(entry)) != (told := kind_of(second.entries[other])):
             found.other[name] = said, told
         else:
             pairs[name] = other
-    known = {name for entry in first.entries.values() for name in (entry.spec.name, *entry.aliases)}
+    known = first.firsts.keys()
     found.only_second = [
         name for name, entry in second.entries.items() if known.isdisjoint((name, *entry.aliases))
     ]

@@ -151,19 +151,16 @@ class _Plan:
     def take(self, take: Take, source: Whole) -> None:
         """Put what it means in the place of what the base has. Notes problems."""
         where = f"take {take.number} (of {take.source})"
-        names_of = {
-            name: (name, *entry.aliases)
-            for name, entry in source.entries.items()
-            if name in source.weights
+        chosen = {
+            name: called
+            for name, entry in source.weights.items()
+            if (called := next(filter(take.matches, (name, *entry.aliases)), None))
         }
-        chosen = [name for name, known in names_of.items() if any(map(take.matches, known))]
         if not chosen:
             self.problems.append(f"{where}: no tensor is called {take.tensors!r}")
-        firsts = {each: name for name, entry in self.base.entries.items() for each in entry.aliases}
-        for name in chosen:
-            called = next(each for each in names_of[name] if take.matches(each))
+        for name, called in chosen.items():
             new = take.renamed(called)
-            new = firsts.get(new, new)
+            new = self.base.firsts.get(new, new)
             if new not in self.base.entries:
                 self.problems.append(f"{where}: the base has no tensor {new!r}")
             elif (said := kind_of(source.entries[name])) != (
@@ -214,11 +211,9 @@ class _Plan:
                     self._put(f"{optimizer}.{new}.{key}", source, f"{optimizer}.{name}.{key}")
             self._set_plain(optimizer, new, plain)
             mine = self.hyperparameters.setdefault(optimizer, [])
-            if not any(repr(each) == repr(chosen) for each in mine):
+            if repr(chosen) not in map(repr, mine):
                 mine.append(chosen)
-            own["groups"][new] = next(
-                i for i, each in enumerate(mine) if repr(each) == repr(chosen)
-            )
+            own["groups"][new] = list(map(repr, mine)).index(repr(chosen))
 
     def _set_plain(self, optimizer: str, name: str, value: Any) -> None:
         """What an optimizer keeps of a parameter that is no tensor."""
