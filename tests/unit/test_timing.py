@@ -116,3 +116,15 @@ def test_a_device_that_stands_still_takes_no_memory_and_is_not_asked_for_all():
         run.copy((ONE, MB, 1e9))
     assert len(run.pace._unread) == _UNREAD_MAX
     assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.0, 0.0)
+
+
+def test_what_windows_are_planned_by_stays_where_it_has_hardly_changed():
+    run = Run()
+    assert run.pace.steady() == (0.0, 0.0)
+    run.pace.bytes_per_s, run.pace.overlap_s = 1e9, 0.1
+    assert run.pace.steady() == (1e9, 0.1)
+    for bytes_per_s, overlap_s in ((1.03e9, 0.1), (0.97e9, 0.103), (1e9, 0.097)):
+        run.pace.bytes_per_s, run.pace.overlap_s = bytes_per_s, overlap_s
+        assert run.pace.steady() == (1e9, 0.1)
+    run.pace.overlap_s = 0.105
+    assert run.pace.steady() == (1e9, 0.105)  # and it does not creep away

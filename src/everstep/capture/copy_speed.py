@@ -18,6 +18,8 @@ import torch
 _NEW = 0.3
 _SIZE_MIN = 1 << 20
 _UNREAD_MAX = 64
+STEADY = 0.04
+"""By less than this part a mean changes from step to step: windows leave more room (FILL)."""
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
@@ -60,12 +62,21 @@ class CopySpeed:
         """From the device (or the CPU's own memory) to the arena, beside training."""
         self.overlap_s = 0.0
         """Of a step, in which copies may run: from checkpointer.step() to the next update."""
+        self._told = 0.0, 0.0
         self._mark = mark
         self._clock = clock
         self._call: tuple[float, Mapping[torch.device, torch.cuda.Event]] | None = None
         # Bounded: without updates nobody reads.
         self._unread: deque[tuple[Callable[[list[Span]], None], list[Span]]]
         self._unread = deque(maxlen=_UNREAD_MAX)
+
+    def steady(self) -> tuple[float, float]:
+        """Return both, as they were when this was asked before if they have hardly changed: what is
+        planned by them comes out the same then, and the same tensors lie at the same places."""
+        now = self.bytes_per_s, self.overlap_s
+        if any(abs(new - old) > STEADY * old for new, old in zip(now, self._told, strict=True)):
+            self._told = now
+        return self._told
 
     def called(self, begins: Mapping[torch.device, torch.cuda.Event]) -> None:
         """Copies may begin now: those off CUDA devices at these marks."""

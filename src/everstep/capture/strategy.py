@@ -166,10 +166,10 @@ class Run:
 
     def figures(self, walk: Walk, pieces: list[Piece]) -> Figures:
         """By which a window of these pieces is chosen, as this process has measured them."""
-        ranks, pace = self.ranks.world.size, self.pace
+        ranks, (bytes_per_s, overlap_s) = self.ranks.world.size, self.pace.steady()
         whole = ranks * sum(leaf.tensor.nbytes for leaf in walk.leaves)
         rest = max(0, whole - sum(piece.size for piece in pieces))
-        return Figures(rest, ranks * pace.bytes_per_s, pace.overlap_s)
+        return Figures(rest, ranks * bytes_per_s, overlap_s)
 
 
 class Strategy(Protocol):
