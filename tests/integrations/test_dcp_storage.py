@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner import WriteItemType
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
@@ -170,6 +171,17 @@ def test_ids():
     assert StorageReader("runs/gpt@12").checkpoint_id == "runs/gpt@12"
     with pytest.raises(ValueError, match="STORE@STEP"):
         StorageReader().read_metadata()
+
+
+def test_what_dcp_is_told_of_a_checkpoint(store):
+    writer = StorageWriter(store)
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    reader = StorageReader(store)
+    found = reader.read_metadata()
+    assert found.version == CURRENT_DCP_VERSION
+    assert found.storage_meta.checkpoint_id == str(store)
+    assert found.storage_meta.save_id == writer.save_id
+    assert found.storage_meta.load_id == reader.load_id
 
 
 def test_retention(store):

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -95,8 +96,8 @@ log = logging.getLogger("everstep")
 Path = str | os.PathLike[str]
 
 PLANNER = "dcp.planner"
-"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded, and
-`streams`, the objects that are io.BytesIO."""
+"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded;
+`streams`, the objects that are io.BytesIO; `version` and `save_id`, of DCP's metadata."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -177,7 +178,8 @@ class StorageWriter(_Storage, WriterOfDCP):
         super().__init__(store, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
-        self._token = ""
+        self.save_id = ""
+        """Of the latest save, and this rank."""
         self._name: CheckpointName | None = None
         self._parent: CheckpointName | None = None
         self._is_coordinator = False
@@ -191,11 +193,11 @@ class StorageWriter(_Storage, WriterOfDCP):
                 f"or does not exist, so that they have to talk. Leave that argument out"
             )
         self._is_coordinator = is_coordinator
-        self._token, self._name = secrets.token_hex(8), None
+        self.save_id, self._name = secrets.token_hex(8), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On all ranks."""
-        return dataclasses.replace(plan, storage_data=_Attempt(self._token))
+        return dataclasses.replace(plan, storage_data=_Attempt(self.save_id))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: claim the checkpoint. Raises Conflict, Unavailable."""
@@ -234,12 +236,12 @@ class StorageWriter(_Storage, WriterOfDCP):
             links = [link for each in written if each.part for link in each.part.packs]
             commit.discard_packs(disk, self._name, links)
             raise
-        metadata.storage_meta = self.storage_meta()
+        metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         apply_retention(Writer(disk, self._keep))
 
     def storage_meta(self) -> StorageMeta:
         """What planners are told."""
-        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._token)
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def _claim(self, disk: Tier) -> CheckpointName:
         """The checkpoint to be written. Raises Conflict where it is not the newest, or somebody
@@ -277,7 +279,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         """What this rank writes for. A planner that caches plans gives one of an earlier save: then
         it is told from the store, in which the coordinator's claim is the newest."""
         said = plan.storage_data
-        if isinstance(said, _Attempt) and said.token == self._token:
+        if isinstance(said, _Attempt) and said.token == self.save_id:
             return said.name
         if self._name is not None:
             return self._name
@@ -298,7 +300,12 @@ class StorageWriter(_Storage, WriterOfDCP):
         index = _index_of([each.boxes for _, each in ranks], metadata)
         objects = {key: value for each in written for key, value in each.objects.items()}
         streams = [key for each in written for key in each.streams]
-        said = {"data": metadata.planner_data, "streams": streams}
+        said = {
+            "data": metadata.planner_data,
+            "streams": streams,
+            "version": CURRENT_DCP_VERSION,
+            "save_id": self.save_id,
+        }
         objects[PLANNER] = encode(said, PLANNER, _no_tensors)
         return Manifest(
             step=name.step,
@@ -466,11 +473,13 @@ class StorageReader(_Storage, ReaderOfDCP):
         super().__init__(store, step)
         self._opened: _State | None = None
         self._failure: EverstepError | None = None
+        self.load_id = secrets.token_hex(8)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
         super().reset(checkpoint_id)
         self._opened = self._failure = None
+        self.load_id = secrets.token_hex(8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint has: of a log step, what a replay comes to. Raises Missing, Corrupt;
@@ -492,8 +501,9 @@ class StorageReader(_Storage, ReaderOfDCP):
             name: _metadata_of(entry) for name, entry in state.tensors.items() if name not in within
         }
         found |= {name: BytesStorageMetadata() for name in state.objects}
-        meta = StorageMeta(checkpoint_id=self.checkpoint_id)
-        return Metadata(found, state.said.get("data"), storage_data={}, storage_meta=meta)
+        said = state.said
+        meta = StorageMeta(self.checkpoint_id, said.get("save_id"), self.load_id)
+        return Metadata(found, said.get("data"), {}, meta, said.get("version"))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
