@@ -102,7 +102,7 @@ def make_whole(disk: Disk, name: CheckpointName, exact: bool = True) -> None:
     part = _part(disk, name, SPECS, TABLE)
     log = catalog.read_manifest(disk, name)
     state = replace(log, parts=(part,), records=(), previous=None, exact=exact)
-    commit.publish_state(disk, state, TABLE, catalog.digest_of_manifest(disk, name))
+    commit.publish_state(disk, state, catalog.digest_of_manifest(disk, name), TABLE)
 
 
 def make_logged(path: Path) -> Disk:

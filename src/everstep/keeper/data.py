@@ -33,7 +33,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Encoded, Part, Previous
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
-from everstep.format.packs import PAGE_BYTES, pack_starts, round_up
+from everstep.format.packs import PAGE_BYTES, in_groups, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.encoder import Base, Encoding
 from everstep.keeper.job import Arrival, Job
@@ -343,15 +343,10 @@ class Data:
         Training that uses all cores waits for its slowest thread: what is taken evenly from all of
         them costs less than what is taken from one.
         """
-        parsed = self._image.parsed
-        starts = pack_starts(pack.size for pack in parsed.table.packs)
-        shares: dict[int, list[Extent]] = {}
-        for extent in (extent for extent in parsed.extents if extent.pack in packs):
-            start = starts[extent.pack] + extent.offset
-            shares.setdefault(start // _SHARE_BYTES, []).append(extent)
+        rows = [(each, each.size) for each in self._image.parsed.extents if each.pack in packs]
         self._shares += [
             self._writer.hasher.submit(_digest, self._image, self._encoding, share)
-            for _, share in sorted(shares.items())
+            for share in in_groups(rows, _SHARE_BYTES)
         ]
 
     def _write_packed(self, path: str, number: int) -> None:

@@ -333,7 +333,8 @@ class Save:
             window.check(share)
             base = window.add(share, self._part, self._data.document, self._manifest)
             if share.ends:
-                commit.publish_base(self._writer.disk, replace(base, previous=None, tag=None))
+                base = replace(base, previous=None, tag=None)
+                commit.publish_state(self._writer.disk, base, self.digest)
                 window.clear()
         except EverstepError as error:
             log.warning("step %s is saved, but no base beside it: %s", self.name.step, error)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Collection
 
 from everstep.errors import Conflict
+from everstep.format.packs import in_groups
 from everstep.keeper import wire
 from everstep.keeper.arena import FILE, OPTIMIZER, SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
@@ -323,7 +324,8 @@ class Session:
             "is_routed": outcome.is_routed,
         }
         for names, are_still in (outcome.seen.noisy, False), (outcome.seen.still, True):
-            for some in wire.portions(names):
+            rows = [(name, len(name)) for name in names if len(name) <= TEXT_MAX]
+            for some in in_groups(rows, TEXT_MAX):
                 self.tell({"type": "still", "names": some, "are_still": are_still})
         self._end(
             job, SlotState.DONE, message | {"bytes": outcome.bytes, "seconds": outcome.seconds}

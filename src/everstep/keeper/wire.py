@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,18 +174,3 @@ def number(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise ValueError(f"not a number of a step or epoch: {value!r}")
     return value
-
-
-def portions(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Texts by as many as one message can have; longer ones than that are left out."""
-    portion: list[str] = []
-    size = 0
-    for text in texts:
-        if portion and size + len(text) > TEXT_MAX:
-            yield portion
-            portion, size = [], 0
-        if len(text) <= TEXT_MAX:
-            portion.append(text)
-            size += len(text)
-    if portion:
-        yield portion

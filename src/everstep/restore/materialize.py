@@ -134,7 +134,7 @@ def publish(
                 f"Materialise a later step"
             )
         manifest = whole_manifest(chain, data.part(name.step), differing)
-        commit.publish_state(disk, manifest, data.document, log_digest)
+        commit.publish_state(disk, manifest, log_digest, data.document)
     except BaseException:
         data.discard(name)
         raise

@@ -212,22 +212,26 @@ def find_state(disk: Tier, name: CheckpointName) -> Manifest | None:
     return catalog.read_state(disk, name) if disk.holds(names.state_path(name)) else None
 
 
-def publish_state(disk: Tier, manifest: Manifest, table: bytes, log_digest: str) -> None:
-    """Put the whole state of a log step beside its manifest, whose digest is `log_digest`; in the
-    place of a base that was spread over several steps, if there is one. Its packs must be durable.
-    Raises Missing where the step was deleted meanwhile, Unavailable where a pack was, Conflict
-    where somebody else has made it whole."""
+def publish_state(
+    disk: Tier, manifest: Manifest, log_digest: str | None, table: bytes | None = None
+) -> None:
+    """Put the whole state of a log step, which was made of it, or is a base that ends there, beside
+    its manifest, whose digest is `log_digest`; in the place of a base that was spread over several
+    steps, if there is one. Its packs must be durable. `table`: unless it is there. Raises Missing
+    where the step was deleted meanwhile, Unavailable where a file was, Conflict where somebody else
+    has made it whole."""
     name = manifest.name
-    what = f"materialising {name} of {disk.root}"
+    what = f"making {name} of {disk.root} whole"
     with disk.locked(exclusive=False):  # shortly: whoever deletes waits for it
-        write_table(disk, table)
-        for link in manifest.files:
-            if disk.size(link.path) != link.size:
-                raise Unavailable(f"{what}: {link.path} was deleted meanwhile. Try again")
         if not disk.holds(names.manifest_path(name)):
             raise Missing(f"{what}: it was deleted meanwhile")
         if catalog.digest_of_manifest(disk, name) != log_digest:
             raise Conflict(f"{what}: it was saved anew meanwhile")
+        if table is not None:
+            write_table(disk, table)
+        for link in manifest.files:
+            if disk.size(link.path) != link.size:
+                raise Unavailable(f"{what}: {link.path} was deleted meanwhile")
         found = catalog.read_state(disk, name)
         if found and not found.is_spread:
             raise Conflict(f"{what}: another process was faster")
@@ -236,19 +240,6 @@ def publish_state(disk: Tier, manifest: Manifest, table: bytes, log_digest: str)
             disk.replace(path, document)
         elif not disk.create(path, document):
             raise Conflict(f"{what}: another process was faster")
-
-
-def publish_base(disk: Tier, manifest: Manifest) -> None:
-    """Put the base that a log step ends beside its manifest: its parts are those of records. Raises
-    Missing where the step was deleted, or one of these files, as nothing needed it until now."""
-    name = manifest.name
-    with disk.locked(exclusive=False):
-        if not disk.holds(names.manifest_path(name)):
-            raise Missing(f"saving the base of {name} of {disk.root}: it was deleted meanwhile")
-        for link in manifest.files:
-            if disk.size(link.path) != link.size:
-                raise Missing(f"saving the base of {name}: {disk.root / link.path} is gone")
-        disk.create(names.state_path(name), encode_manifest(manifest))
 
 
 def set_tag(disk: Target, tag: str, name: CheckpointName) -> None:
