@@ -32,7 +32,7 @@ def test_a_step_that_is_deleted_meanwhile(store, monkeypatch, module):
         return before(*args)
 
     monkeypatch.setattr(f"everstep.restore.{module}", after)
-    with pytest.raises(Missing, match=r"00000006-0001 .*was deleted meanwhile"):
+    with pytest.raises(Missing, match=r"00000006-0001 .*it is not there, or not any more"):
         materialize(disk, CheckpointName(6, 1))
     assert Store(store).steps() == [8]
     assert len(packs_of(store)) == 2

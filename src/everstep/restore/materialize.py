@@ -24,7 +24,6 @@ from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import ALONE, adopted
 from everstep.store import catalog, commit
-from everstep.store.names import manifest_path
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -38,18 +37,16 @@ def materialize(disk: Tier, name: CheckpointName) -> Manifest:
     Takes memory for the state. Raises Missing, Corrupt, Unsupported (an optimizer that is
     not torch's own, or a step that is a state already).
     """
-    if made := _find_whole(disk, name):
-        return made
     try:
-        return _materialize(disk, name)
-    except Conflict:  # somebody else has made it meanwhile
-        if made := _find_whole(disk, name):
-            return made
+        return _find_whole(disk, name) or _materialize(disk, name)
+    except (Conflict, Corrupt, Missing) as error:
+        if not catalog.is_there(disk, name):
+            raise Missing(
+                f"materialising {name} of {disk.root}: it is not there, or not any more"
+            ) from error
+        if isinstance(error, Conflict) and (made := _find_whole(disk, name)):
+            return made  # by somebody else, meanwhile
         raise
-    except Corrupt as error:
-        if catalog.is_there(disk, name):
-            raise
-        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile") from error
 
 
 def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
@@ -63,7 +60,7 @@ def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
         differing = why_inexact(chain)
     layout, table = described(chain, tensors)
     image = Image(parse(table), list(packs_of(layout, tensors)))
-    return publish(disk, name, chain, image, differing)
+    return publish(disk, chain, image, differing)
 
 
 def why_inexact(chain: Chain) -> list[str]:
@@ -113,26 +110,16 @@ def whole_manifest(chain: Chain, part: Part, differing: Sequence[str] = ()) -> M
     )
 
 
-def publish(
-    disk: Tier, name: CheckpointName, chain: Chain, image: Image, differing: Sequence[str]
-) -> Manifest:
+def publish(disk: Tier, chain: Chain, image: Image, differing: Sequence[str]) -> Manifest:
     """Make the state durable, and publish it beside its log step. Raises Missing where the step is
     gone, Unavailable where gc was quicker, Conflict where a state is there that is to stay."""
-    if disk.size(manifest_path(name)) is None:  # a store that is gone is not made anew
-        raise Missing(f"materialising {name} of {disk.root}: it was deleted meanwhile")
+    name = chain.last.manifest.name
     log_digest = catalog.digest_of_manifest(disk, name)
     data = Data(Writer(disk, None, parent=chain.base.manifest.name), image, is_record=False)
     try:
         data.write(name)
         data.sync()
         disk.sync_entries([link.path for link in data.new])
-        here = commit.find_state(disk, name)
-        if here and here.exact and differing:  # what the log goes on from may be gone
-            raise Conflict(
-                f"materialising {name} of {disk.root}: an exact base stands there, which a state "
-                f"that would not be exact (other build or machine, or a GPU) must not replace. "
-                f"Materialise a later step"
-            )
         manifest = whole_manifest(chain, data.part(name.step), differing)
         commit.publish_state(disk, manifest, log_digest, data.document)
     except BaseException:

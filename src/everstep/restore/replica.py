@@ -105,7 +105,7 @@ class Replica:
         assert self._state
         assert self.at
         commit.check_epoch(self._disk, self.at.epoch, self.at.step)
-        made = publish(self._disk, self.at, self._state.chain, self._settle(), ())
+        made = publish(self._disk, self._state.chain, self._settle(), ())
         self.records = self.record_bytes = 0
         return made
 

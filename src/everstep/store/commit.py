@@ -235,6 +235,11 @@ def publish_state(
         found = catalog.read_state(disk, name)
         if found and not found.is_spread:
             raise Conflict(f"{what}: another process was faster")
+        if found and found.exact and not manifest.exact:  # what the log goes on from may be gone
+            raise Conflict(
+                f"{what}: an exact base stands there, which a state that is not exact (as on "
+                f"another build or machine, or of a GPU) must not replace. Materialise a later step"
+            )
         document, path = encode_manifest(manifest), names.state_path(name)
         if found:
             disk.replace(path, document)
