@@ -169,6 +169,8 @@ def test_ids():
     assert split_id("me@host/gpt") == ("me@host/gpt", None)
     assert StorageWriter("runs/gpt", 12).checkpoint_id == "runs/gpt@12"
     assert StorageReader("runs/gpt@12").checkpoint_id == "runs/gpt@12"
+    assert StorageWriter.validate_checkpoint_id("runs/gpt@12")
+    assert not StorageReader.validate_checkpoint_id("abc://runs/gpt")
     with pytest.raises(ValueError, match="STORE@STEP"):
         StorageReader().read_metadata()
 

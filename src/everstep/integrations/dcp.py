@@ -138,7 +138,11 @@ class _Storage:
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Path) -> bool:
-        """Whether it can be one of these."""
+        """Whether it can be one of these: a directory, or a bucket of a known kind."""
+        try:
+            tier_at(split_id(checkpoint_id)[0])
+        except Unsupported:
+            return False
         return bool(os.fspath(checkpoint_id))
 
 
