@@ -18,6 +18,7 @@ from everstep.format.document import (
     malformed,
     natural,
     seal,
+    uncollected,
     unseal,
 )
 from everstep.format.index import INDEX, Index
@@ -355,6 +356,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     )
 
 
+@uncollected
 def decode_manifest(data: bytes | memoryview, path: object) -> Manifest:
     """Parse and check a manifest; raises Corrupt, or Unsupported for another format version."""
     value = unseal(data, path, _MANIFEST)
