@@ -123,7 +123,7 @@ def test_what_windows_are_planned_by_stays_where_it_has_hardly_changed():
     assert run.pace.steady() == (0.0, 0.0)
     run.pace.bytes_per_s, run.pace.overlap_s = 1e9, 0.1
     assert run.pace.steady() == (1e9, 0.1)
-    for bytes_per_s, overlap_s in ((1.03e9, 0.1), (0.97e9, 0.103), (1e9, 0.097)):
+    for bytes_per_s, overlap_s in ((1.015e9, 0.1), (0.985e9, 0.1015), (1e9, 0.0985)):
         run.pace.bytes_per_s, run.pace.overlap_s = bytes_per_s, overlap_s
         assert run.pace.steady() == (1e9, 0.1)
     run.pace.overlap_s = 0.105

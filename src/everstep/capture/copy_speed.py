@@ -18,7 +18,7 @@ import torch
 _NEW = 0.3
 _SIZE_MIN = 1 << 20
 _UNREAD_MAX = 64
-STEADY = 0.04
+STEADY = 0.02
 """By less than this part a mean changes from step to step: windows leave more room (FILL)."""
 
 
