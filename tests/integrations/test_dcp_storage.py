@@ -162,6 +162,17 @@ def test_steps_and_epochs(store):
     assert state["x"].tolist() == [1, 1, 1]
 
 
+def test_a_step_counts_for_the_id_that_names_it(store):
+    writer, reader = StorageWriter(), StorageReader(path=store)
+    for checkpoint_id, value in ((f"{store}@5", 5), (store, 6)):
+        dcp.save({"x": torch.tensor(value)}, checkpoint_id=checkpoint_id, storage_writer=writer)
+    assert everstep.Store(store).steps() == [5, 6]
+    for checkpoint_id, value in ((f"{store}@5", 5), (store, 6)):
+        found = {"x": torch.tensor(0)}
+        dcp.load(found, checkpoint_id=checkpoint_id, storage_reader=reader)
+        assert found["x"].item() == value
+
+
 def test_ids():
     assert split_id("runs/gpt") == ("runs/gpt", None)
     assert split_id("runs/gpt@12") == ("runs/gpt", "12")

@@ -112,17 +112,17 @@ class _Storage:
     """What a writer and a reader are set to: a store, and a step of it (None: the next, or the
     latest). The store may be named as STORE@STEP, too."""
 
-    def __init__(self, store: Path | None, step: int | str | None) -> None:
-        self._store = None if store is None else os.fspath(store)
-        self._step = step
-        if store is not None and step is None:
-            self._store, self._step = split_id(store)
+    def __init__(self, path: Path | None, step: int | str | None) -> None:
+        self._store = None if path is None else os.fspath(path)
+        self._step = self._default_step = step
+        if path is not None and step is None:
+            self._store, self._step = split_id(path)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """DCP calls it with the `checkpoint_id` of a save or load, which counts from then on."""
         if checkpoint_id is not None:
             self._store, step = split_id(checkpoint_id)
-            self._step = self._step if step is None else step
+            self._step = self._default_step if step is None else step
 
     @property
     def store(self) -> str:
@@ -175,11 +175,11 @@ class StorageWriter(_Storage, WriterOfDCP):
     """
 
     def __init__(
-        self, store: Path | None = None, step: int | None = None, *, keep: Keep | None = None
+        self, path: Path | None = None, step: int | None = None, *, keep: Keep | None = None
     ) -> None:
-        """`step`: None for the one after the latest. `keep`: what stays of the store after each
-        save; all without it."""
-        super().__init__(store, step)
+        """`path`: the store. `step`: None for the one after the latest. `keep`: what stays of the
+        store after each save; all without it."""
+        super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
         self.save_id = ""
@@ -472,9 +472,10 @@ class StorageReader(_Storage, ReaderOfDCP):
     one that is loaded often whole, once: `everstep materialize`.
     """
 
-    def __init__(self, store: Path | None = None, step: int | str | None = None) -> None:
-        """`step`: None for the latest; a step, a tag, or "120-3": step 120 of epoch 3."""
-        super().__init__(store, step)
+    def __init__(self, path: Path | None = None, step: int | str | None = None) -> None:
+        """`path`: the store. `step`: None for the latest; a step, a tag, or "120-3": step 120 of
+        epoch 3."""
+        super().__init__(path, step)
         self._opened: _State | None = None
         self._failure: EverstepError | None = None
         self.load_id = secrets.token_hex(8)
