@@ -36,6 +36,8 @@ _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
 _TOUCH_S = 3600.0
+_LEFT_S = 86_400.0
+"""How long the files of a keeper that was killed are kept: its log may be wanted."""
 
 
 # ---- the directory -------------------------------------------------------------------------------
@@ -201,12 +203,20 @@ class Home:
             is_found &= os.path.samestat(os.stat(self._lock_path), os.fstat(self._lock))
         except FileNotFoundError:
             return False
-        # Cleaners of temporary files, which take what a killed keeper has left, go by age.
-        if is_found and time.monotonic() - self._touched > _TOUCH_S:
+        if is_found and time.monotonic() - self._touched > _TOUCH_S:  # cleaners of /tmp go by age
             self._touched = time.monotonic()
             for path in (self._lock_path, self._path):
                 os.utime(path)
         return is_found
+
+    def tidy(self) -> None:
+        """Remove what keepers left behind that were killed long ago. There may be so many that no
+        trainer is to wait for it."""
+        with os.scandir(self._path.parent) as entries:
+            for entry in entries:
+                if entry.name.endswith(".lock"):
+                    with contextlib.suppress(OSError):  # tidiness only
+                        _sweep(Path(entry.path))
 
     def look_after_log(self) -> None:
         """Keep the end of a log that has grown too long."""
@@ -228,8 +238,7 @@ class Home:
         self.listener.close()
         with contextlib.suppress(OSError):
             if self.is_found():
-                for path in (self._path, self._path.with_suffix(".log"), self._lock_path):
-                    path.unlink(missing_ok=True)
+                _remove_files(self._lock_path)
             os.close(self._lock)
         self._lock = -1
 
@@ -263,3 +272,19 @@ def listen(path: Path) -> socket.socket:
         os.umask(previous)
     listener.listen(_BACKLOG)
     return listener
+
+
+def _sweep(lock_path: Path) -> None:
+    """Remove a keeper's files, if it has ended long ago."""
+    if time.time() - lock_path.stat().st_mtime < _LEFT_S:
+        return
+    lock = take_lock(lock_path)
+    if lock is not None:
+        _remove_files(lock_path)
+        os.close(lock)
+
+
+def _remove_files(lock_path: Path) -> None:
+    """Remove what a keeper has left; the caller holds its lock, whose file goes last."""
+    for suffix in (".sock", ".log", ".lock"):
+        lock_path.with_suffix(suffix).unlink(missing_ok=True)

@@ -14,6 +14,7 @@ import logging
 import os
 import selectors
 import socket
+import threading
 import time
 
 from everstep.keeper import wire
@@ -97,6 +98,7 @@ class Keeper:
 
     def run(self) -> None:
         """Serve until nobody needs the keeper any more."""
+        threading.Thread(target=self._home.tidy, name="everstep-tidy", daemon=True).start()
         while not self._is_over():
             for key, _ in self._selector.select(timeout=_TICK_S):
                 key.data()
