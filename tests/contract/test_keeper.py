@@ -177,6 +177,20 @@ def test_its_log_has_a_limit(store):
         trainer.start()
 
 
+def test_what_killed_keepers_left_goes(store):
+    directory = home.runtime_directory()
+    names = [f"{name}{suffix}" for name in ("dead", "fresh") for suffix in (".lock", ".log")]
+    for path in map(directory.joinpath, names):
+        path.touch(mode=0o600)
+    os.utime(directory / "dead.lock", (0, 0))
+    with Trainer(store):
+        until(lambda: not (directory / "dead.log").exists(), "it is swept")
+        until(lambda: not (directory / "dead.lock").exists(), "its lock goes last")
+        assert (directory / "fresh.log").exists()  # somebody may want to read it
+    for path in map(directory.joinpath, names):
+        path.unlink(missing_ok=True)
+
+
 def test_it_tells_how_much_is_written(store, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\n"
