@@ -25,8 +25,6 @@ from functools import cached_property, lru_cache, partial
 from secrets import token_hex
 from typing import NamedTuple, Self
 
-import xxhash
-
 from everstep.codecs.codec import DIFFERENCE, master_of
 from everstep.errors import Corrupt
 from everstep.format.document import digest_of
@@ -174,7 +172,8 @@ class Data:
         differences to. `kept`: which packs the image has nothing of. Raises Unsupported where a
         trainer gives its slot up."""
         self.document = image.parsed.document
-        self._written: list[_NewPack] = []
+        self._written: dict[int, tuple[FileLink, NewFile]] = {}
+        """By the number of the pack; no file is durable before it is finished."""
         self._kept = kept
         self._links: dict[int, FileLink] = {}
         if kept:
@@ -213,22 +212,21 @@ class Data:
         for number, pack in self._new():
             path = names.pack_path(name, token, number)
             file = self._writer.disk.begin(path, pack, partial(self._wait, number))
-            link = FileLink(path, sum(map(len, pack)))
-            self._written.append(_NewPack(number, link, file))
-        self._links |= {pack.number: pack.link for pack in self._written}
+            self._written[number] = FileLink(path, sum(map(len, pack))), file
+        self._links |= {number: link for number, (link, _) in self._written.items()}
         self._seconds += time.monotonic() - began
 
     def sync(self) -> None:
         """Make the bytes durable. After an error the caller discards them."""
         began = time.monotonic()
-        for pack in self._written:
-            self._writer.disk.finish(pack.link.path, pack.file)
+        for link, file in self._written.values():
+            self._writer.disk.finish(link.path, file)
         self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
 
     def discard(self, name: CheckpointName) -> None:
         """Nothing came of it: its files are deleted."""
-        for pack in self._written:
-            pack.file.abandon()
+        for _, file in self._written.values():
+            file.abandon()
         commit.discard_packs(self._writer.disk, name, self.new)
 
     def _new(self) -> Iterator[tuple[int, list[memoryview]]]:
@@ -272,7 +270,7 @@ class Data:
     @property
     def new(self) -> tuple[FileLink, ...]:
         """Those that were written for it."""
-        return tuple(pack.link for pack in self._written)
+        return tuple(link for link, _ in self._written.values())
 
     @property
     def size(self) -> int:
@@ -363,7 +361,7 @@ class Data:
             first = header(size - HEADER_BYTES)
             tail.put_first(first)
         self._packed[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
-        self._written.append(_NewPack(number, FileLink(path, size), file))
+        self._written[number] = FileLink(path, size), file
         self._seconds += tail.seconds
 
     def _encoded(self, chunks: Sequence[Extent]) -> Iterator[tuple[bytes | memoryview, "Stored"]]:
@@ -391,14 +389,6 @@ class Data:
         return data, Stored(len(data), digest_of(data), codec, content)
 
 
-class _NewPack(NamedTuple):
-    """Pack `number` of a part, which is written, and not durable before its file is finished."""
-
-    number: int
-    link: FileLink
-    file: NewFile
-
-
 class Stored(NamedTuple):
     """What lies behind a digest of a packed part. `codec`: None where it is raw; `content`: the
     digest of its raw bytes then, if that is known."""
@@ -415,7 +405,7 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
     found = {}
     for each in share:
         view = image.view(each)
-        found[each.digest] = Stored(each.size, xxhash.xxh3_128_hexdigest(view))
+        found[each.digest] = Stored(each.size, digest_of(view))
         encoding.look(each, view)
     return found
 

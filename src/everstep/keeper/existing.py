@@ -21,8 +21,8 @@ def check_same(
     table: bytes,
     steps: tuple[int, ...] = (),
     node: int | None = None,
-) -> Manifest:
-    """Returns the manifest of this step as it is on the disk. Raises Conflict where it is another.
+) -> None:
+    """Raises Conflict where the manifest of this step, as it is on the disk, is another.
 
     `table`: of the last part. `steps`: of a window that it ends. `node`: which of several has
     this; the manifest on the disk is of all of them, then, and only its part is compared.
@@ -51,7 +51,6 @@ def check_same(
         )
     if not disk.holds(names.manifest_path(name)):
         raise Conflict(f"saving step {mine.step}: {name} was deleted at the same time")
-    return found
 
 
 def _said(manifest: Manifest) -> tuple[Any, ...]:
