@@ -26,7 +26,7 @@ from collections.abc import Collection
 from everstep.errors import Conflict
 from everstep.format.packs import in_groups
 from everstep.keeper import wire
-from everstep.keeper.arena import FILE, OPTIMIZER, SPILL, SUBMITTED, Arena, Row, SlotState
+from everstep.keeper.arena import OPTIMIZER, SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.spill import FILES_MAX, Spill
@@ -129,20 +129,18 @@ class Session:
     # ---- arenas ----------------------------------------------------------------------------
 
     def take_arena(self, key: str, fd: int) -> None:
-        """Map an arena that the trainer gave, or gives again; owns `fd`. Raises ValueError."""
-        found, is_spill = os.fstat(fd), key.startswith(SPILL)
-        known = self.arenas.get(key)
-        if known and known.identity == (found.st_dev, found.st_ino):
-            os.close(fd)
+        """Map an arena that the trainer gave, or gives again; owns `fd`. Raises ValueError,
+        Corrupt, OSError."""
+        arena, known, is_spill = Arena.of(key, fd), self.arenas.get(key), key.startswith(SPILL)
+        if known and known.identity == arena.identity:
+            arena.close()
             return
-        is_file = is_spill or key.startswith(OPTIMIZER + FILE)
-        is_large = not is_file and found.st_size > _physical_memory()
-        is_odd = is_large or (is_spill and not self.spill)
+        is_odd = known is not None or (is_spill and not self.spill)
         count = sum(each.is_spill == is_spill for each in self.arenas.values())
-        if known or is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
-            os.close(fd)
-            raise ValueError(f"an arena of {found.st_size} bytes, after {count}")
-        self.arenas[key] = Arena.of(key, fd)
+        if is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
+            arena.close()
+            raise ValueError(f"an arena of {arena.size} bytes, after {count}")
+        self.arenas[key] = arena
 
     def look_at(self, keys: Collection[str]) -> None:
         """Tell what became of the jobs of these arenas, as a former keeper may have died before it
@@ -413,7 +411,3 @@ def _numbers(figures: object) -> dict[str, float]:
     ):
         raise ValueError("no figures of a trainer")
     return found
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
