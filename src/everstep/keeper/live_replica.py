@@ -154,7 +154,8 @@ class LiveReplica:
 
     def _discard(self, name: CheckpointName) -> None:
         """What a worker that died may have written of a base, in vain."""
-        with contextlib.suppress(EverstepError):  # gc finds it
+        # Another process may be making that step whole, and publish it.
+        with contextlib.suppress(EverstepError), self._disk.locked(exclusive=True):
             packs = [f"{names.DATA}/{pack}" for pack in self._disk.list(names.DATA)]
             own = [path for path in packs if names.is_new_in(path, name)]
             commit.discard_files(self._disk, name, own)
