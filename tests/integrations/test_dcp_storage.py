@@ -186,9 +186,18 @@ def test_ids():
         StorageReader().read_metadata()
 
 
+class Told(DefaultSavePlanner):
+    """Keeps what it is told of the storage."""
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self.storage_meta = storage_meta
+
+
 def test_what_dcp_is_told_of_a_checkpoint(store):
-    writer = StorageWriter(store)
-    dcp.save({"x": torch.ones(3)}, storage_writer=writer)
+    writer, planner = StorageWriter(store), Told()
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer, planner=planner)
+    assert planner.storage_meta.save_id == writer.save_id
     reader = StorageReader(store)
     found = reader.read_metadata()
     assert found.version == CURRENT_DCP_VERSION

@@ -182,11 +182,16 @@ class StorageWriter(_Storage, WriterOfDCP):
         super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
-        self.save_id = ""
-        """Of the latest save, and this rank."""
+        self.save_id = secrets.token_hex(8)
+        self._token = ""
         self._name: CheckpointName | None = None
         self._parent: CheckpointName | None = None
         self._is_coordinator = False
+
+    def reset(self, checkpoint_id: Path | None = None) -> None:
+        """See _Storage."""
+        super().reset(checkpoint_id)
+        self.save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On all ranks. Raises Unsupported where they would not talk."""
@@ -197,11 +202,11 @@ class StorageWriter(_Storage, WriterOfDCP):
                 f"or does not exist, so that they have to talk. Leave that argument out"
             )
         self._is_coordinator = is_coordinator
-        self.save_id, self._name = secrets.token_hex(8), None
+        self._token, self._name = secrets.token_hex(8), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On all ranks."""
-        return dataclasses.replace(plan, storage_data=_Attempt(self.save_id))
+        return dataclasses.replace(plan, storage_data=_Attempt(self._token))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: claim the checkpoint. Raises Conflict, Unavailable."""
@@ -283,7 +288,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         """What this rank writes for. A planner that caches plans gives one of an earlier save: then
         it is told from the store, in which the coordinator's claim is the newest."""
         said = plan.storage_data
-        if isinstance(said, _Attempt) and said.token == self.save_id:
+        if isinstance(said, _Attempt) and said.token == self._token:
             return said.name
         if self._name is not None:
             return self._name
