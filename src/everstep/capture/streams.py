@@ -118,7 +118,7 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
         known = Part(0, commit.write_table(disk, table), (link,), tuple(digests), name.step)
         return Stream(commit.write_table(disk, encode_part(known)), known.table, known.packs)
     except BaseException:
-        commit.discard_packs(disk, name, [link])
+        commit.discard_packs(disk, name, [path])
         raise
 
 

@@ -243,7 +243,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             commit.publish(disk, self._manifest(disk, metadata, written))
         except BaseException:
             links = [link for each in written if each.part for link in each.part.packs]
-            commit.discard_packs(disk, self._name, links)
+            commit.discard_packs(disk, self._name, [link.path for link in links])
             raise
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         apply_retention(Writer(disk, self._keep))
@@ -341,7 +341,7 @@ def _discard_left(disk: Tier) -> None:
     name, packs = _last_packs.pop(str(disk.root), (CheckpointName(0, 0), ()))
     if packs and not catalog.is_there(disk, name):
         with disk.locked(exclusive=True):
-            commit.discard_packs(disk, name, packs)
+            commit.discard_packs(disk, name, [pack.path for pack in packs])
 
 
 @dataclasses.dataclass(slots=True)

@@ -98,7 +98,7 @@ def _write(
         _claim(disk, name, parent, what)
         commit.publish(disk, _manifest(draft, name, parent, run, parts), tables=tables)
     except BaseException:
-        commit.discard_packs(disk, name, links)
+        commit.discard_packs(disk, name, [link.path for link in links])
         raise
 
 

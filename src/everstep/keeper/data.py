@@ -227,7 +227,7 @@ class Data:
         """Nothing came of it: its files are deleted."""
         for _, file in self._written.values():
             file.abandon()
-        commit.discard_packs(self._writer.disk, name, self.new)
+        commit.discard_packs(self._writer.disk, name, [link.path for link in self.new])
 
     def _new(self) -> Iterator[tuple[int, list[memoryview]]]:
         """The packs that are to be written raw, by their numbers; of a still one it is known when

@@ -158,7 +158,7 @@ class LiveReplica:
         with contextlib.suppress(EverstepError), self._disk.locked(exclusive=True):
             packs = [f"{names.DATA}/{pack}" for pack in self._disk.list(names.DATA)]
             own = [path for path in packs if names.is_new_in(path, name)]
-            commit.discard_files(self._disk, name, own)
+            commit.discard_packs(self._disk, name, own)
 
     def _hear(self, message: wire.Message, fds: list[int]) -> None:
         match message:

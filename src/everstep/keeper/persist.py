@@ -347,7 +347,7 @@ def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) 
     last = CheckpointName(max(window.steps, default=0), window.epoch or 0)
     for stale in window.begin(share, epoch):
         of = CheckpointName(stale.steps, last.epoch)
-        own = [link for link in stale.packs if names.is_new_in(link.path, of)]
+        own = [link.path for link in stale.packs if names.is_new_in(link.path, of)]
         commit.discard_packs(writer.disk, last, own)
 
 

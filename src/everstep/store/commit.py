@@ -135,32 +135,23 @@ def check_epoch(disk: Readable, epoch: int, step: int) -> None:
         )
 
 
-def discard_packs(disk: Tier, name: CheckpointName, links: Sequence[FileLink]) -> None:
-    """Delete the packs of a failed attempt at `name`. What cannot be deleted now is left to gc.
+def discard_packs(disk: Tier, name: CheckpointName, paths: Iterable[str]) -> None:
+    """Delete the packs of a failed attempt at `name`; where that exists, those that it does not
+    have. What cannot be deleted now is left to gc.
 
     A manifest (or state.json) that was linked, but whose sync failed, may be on the medium: so it
     is read, and its absence is made durable first.
     """
     with contextlib.suppress(Exception):  # why they are discarded matters more
-        discard_files(disk, name, [link.path for link in links])
-
-
-def discard_files(disk: Tier, name: CheckpointName, paths: Sequence[str]) -> int:
-    """Delete those that the checkpoint `name`, where it exists, does not have. Returns the bytes
-    freed. Raises Corrupt where it cannot be told, Unavailable."""
-    try:
-        named = {link.path for link in catalog.read_manifest(disk, name).files}
-    except Missing:
-        named = set()
-    state = catalog.read_state(disk, name)
-    named |= {link.path for link in state.files} if state else set()
-    disk.sync(f"{names.CHECKPOINTS}/{name}")
-    freed = 0
-    for path in paths:
-        if path not in named:
-            freed += disk.size(path) or 0
-            disk.delete(path)
-    return freed
+        named = set[str]()
+        with contextlib.suppress(Missing):
+            named.update(link.path for link in catalog.read_manifest(disk, name).files)
+        if state := catalog.read_state(disk, name):
+            named.update(link.path for link in state.files)
+        disk.sync(f"{names.CHECKPOINTS}/{name}")
+        for path in paths:
+            if path not in named:
+                disk.delete(path)
 
 
 def write_table(disk: Target, document: bytes | memoryview) -> FileLink:

@@ -149,7 +149,7 @@ class Nodes:
         links = [link for part in manifest.all_parts for link in part.packs]
         if any(link.path not in packs for link in links):  # those of a keeper that died after it
             check_same(self._disk, manifest, table, node=self.node)
-            new = [link for link in links if names.is_new_in(link.path, name)]
+            new = [link.path for link in links if names.is_new_in(link.path, name)]
             commit.discard_packs(self._disk, name, new)
         self._clear(name)  # perhaps told after it
         return found, None
