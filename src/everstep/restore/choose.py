@@ -17,7 +17,7 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
 from everstep.restore.chain import Chain
-from everstep.restore.load import MemorySource, RawSource
+from everstep.restore.load import MemorySource
 from everstep.store import catalog
 from everstep.store.read import check_size, open_pack
 from everstep.tiers.files import Source
@@ -247,8 +247,8 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
             return None
     except (EverstepError, IndexError):
         return None
-    kind = MemorySource if part.stored is None else RawSource
-    packs = [kind([segment.view for segment in pack]) for pack in image.packs]
+    is_raw = part.stored is not None
+    packs = [MemorySource([segment.view for segment in pack], is_raw) for pack in image.packs]
     return Held(manifest, image.parsed.table, packs, save.is_committed)
 
 

@@ -52,9 +52,10 @@ Destinations = Sequence[tuple[TensorEntry, Sequence[Delivery]]]
 @dataclass(frozen=True, slots=True)
 class MemorySource:
     """A pack in memory, in one stretch after another: in one arena, or in those of several
-    ranks."""
+    ranks. `is_raw`: that of a packed part, which lies raw there."""
 
     stretches: Sequence[memoryview]
+    is_raw: bool = False
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """A copy within memory; raises Corrupt past the end."""
@@ -65,12 +66,6 @@ class MemorySource:
             view, offset = view[len(part) :], max(0, offset - len(stretch))
         if len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
-
-
-class RawSource(MemorySource):
-    """A pack of a packed part in memory, where it lies raw."""
-
-    __slots__ = ()
 
 
 ReadBase = Callable[[int, Target], memoryview]
@@ -230,7 +225,7 @@ class _Task:
         return window is not None and digest_of(window) == digest
 
     def _read_from(self, span: Span, source: Source) -> None:
-        is_raw = isinstance(source, RawSource)
+        is_raw = isinstance(source, MemorySource) and source.is_raw
         for each in map(partial(_raw_span, span.pack), span.targets) if is_raw else [span]:
             self._read_span(source, each)
 

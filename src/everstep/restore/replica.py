@@ -29,7 +29,7 @@ from everstep.keeper.writer import Writer
 from everstep.offload.memory import Memory
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.load import Loader, MemorySource, RawSource
+from everstep.restore.load import Loader, MemorySource
 from everstep.restore.materialize import described, publish, whole_manifest, why_inexact
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.topology import adopted
@@ -199,10 +199,10 @@ def _images(manifest: Manifest, jobs: Sequence[Job]) -> dict[str, Source]:
     except EverstepError:
         return {}
     (part,) = manifest.all_parts
-    kind = MemorySource if part.stored is None else RawSource
+    is_raw = part.stored is not None
     if len(packs) != len(part.packs):
         return {}
     return {
-        link.path: kind([segment.view for segment in pack])
+        link.path: MemorySource([segment.view for segment in pack], is_raw)
         for link, pack in zip(part.packs, packs, strict=True)
     }
