@@ -88,11 +88,6 @@ class Image:
     def __post_init__(self) -> None:
         self._starts = [pack_starts(len(each.view) for each in pack) for pack in self.packs]
 
-    @property
-    def sizes(self) -> list[int]:
-        """Bytes of each pack."""
-        return [sum(len(each.view) for each in pack) for pack in self.packs]
-
     def view(self, extent: Extent) -> memoryview:
         """Bytes that lie in one segment, as those of a header and of a piece do; blocks until they
         are there. Raises Unsupported where they never will be."""
@@ -279,13 +274,13 @@ class Data:
 
     def part(self, step: int) -> Part:
         """What the manifest says of them, written or not; blocks until all is digested."""
-        sizes = self._image.sizes
-        if self._encoding.encoders and len(self._links) < len(sizes):  # memory has it raw
+        shapes = self._image.parsed.table.packs
+        if self._encoding.encoders and len(self._links) < len(shapes):  # memory has it raw
             self._encoding.encoders, self._packed = {}, {}
             self._begin_digests(self._moving)
         links = tuple(
-            self._links.get(number) or FileLink(f"{names.DATA}/unwritten", size)
-            for number, size in enumerate(sizes)
+            self._links.get(number) or FileLink(f"{names.DATA}/unwritten", shape.size)
+            for number, shape in enumerate(shapes)
         )
         stored = self._stored()
         digests = tuple(each.digest for each in stored)

@@ -337,7 +337,8 @@ class Keeper:
                 session.hear(message)
 
     def _take_arenas(self, session: Session, keys: list[str], fds: list[int]) -> None:
-        if len(keys) != len(fds) or not all(map(_is_key, keys)):
+        are_keys = all(type(key) is str and len(key) <= KEY_LENGTH_MAX for key in keys)
+        if len(keys) != len(fds) or not are_keys:
             raise ValueError("an arena needs a short key and one descriptor")
         given = {(found.st_dev, found.st_ino) for found in map(os.fstat, fds)}
         for other in self._sessions:
@@ -514,10 +515,6 @@ def _worth(session: Session) -> tuple[bool, int, int]:
 
 def _epoch(session: Session) -> int:
     return session.team.writer.epoch or 0
-
-
-def _is_key(key: object) -> bool:
-    return type(key) is str and len(key) <= KEY_LENGTH_MAX
 
 
 def _close(fds: list[int]) -> None:

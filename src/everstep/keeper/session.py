@@ -320,14 +320,14 @@ class Session:
             "warning": (outcome.warning or "")[:TEXT_MAX],
             "is_part": outcome.is_part,
             "is_routed": outcome.is_routed,
+            "bytes": outcome.bytes,
+            "seconds": outcome.seconds,
         }
         for names, are_still in (outcome.seen.noisy, False), (outcome.seen.still, True):
             rows = [(name, len(name)) for name in names if len(name) <= TEXT_MAX]
             for some in in_groups(rows, TEXT_MAX):
                 self.tell({"type": "still", "names": some, "are_still": are_still})
-        self._end(
-            job, SlotState.DONE, message | {"bytes": outcome.bytes, "seconds": outcome.seconds}
-        )
+        self._end(job, SlotState.DONE, message)
 
     def _end(self, job: Job, state: SlotState, message: wire.Message) -> None:
         """The trainer is told when its slot can be used again. What has a place in the spill is
