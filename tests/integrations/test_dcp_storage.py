@@ -590,6 +590,9 @@ def test_an_index_that_lies(store):
 def test_where_there_is_nothing(store):
     with refused(everstep.Missing, "there is none"):
         load(store, {"w": torch.zeros(3)})
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=store)
+    with refused(everstep.Missing, "everstep import"):
+        load(store, {"w": torch.zeros(3)})
     reader = StorageReader(store)
     with pytest.raises(everstep.Missing):
         reader.read_metadata()

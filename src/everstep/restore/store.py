@@ -57,7 +57,8 @@ class Store:
             self.run = catalog.read_run(self._disk)
         except Missing:
             raise Missing(
-                f"opening the store {self.path}: there is none (no {names.STORE} in it)"
+                f"opening the store {self.path}: there is none (no {names.STORE} in it). What "
+                f"another library has saved is brought into one by: everstep import"
             ) from None
 
     def steps(self) -> list[int]:
