@@ -13,10 +13,9 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
-from everstep.interchange.draft import Draft, Options
 from everstep.interchange.generators import global_generators
 from everstep.interchange.tensors import Found
-from everstep.interchange.trees import add_tree
+from everstep.interchange.trees import Saved
 
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
@@ -26,26 +25,22 @@ _MODULES_MAX = 100_000
 # ---- transformers' Trainer -----------------------------------------------------------------------
 
 
-def read_trainer(folder: Path, options: Options) -> Draft:
+def read_trainer(folder: Path, part: str) -> Saved:
     """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
     installed transformers gives the model of config.json."""
-    draft = Draft(folder, "trainer", options)
     state = json.loads((folder / _TRAINER_STATE).read_bytes())
-    tree: dict[str, Any] = {options.part: _weights(folder, "")}
-    for name, file in (("optimizer", "optimizer.pt"), ("scheduler", "scheduler.pt")):
-        tree[name] = _file(folder / file)
-    tree["optimizer"] = tree["optimizer"] or _sharded(folder / "optimizer_0", "optimizer")
-    tree["scaler"] = _file(folder / "scaler.pt")
+    tree: dict[str, Any] = {
+        part: _weights(folder, ""),
+        "optimizer": _file(folder / "optimizer.pt")
+        or _sharded(folder / "optimizer_0", "optimizer"),
+        "scheduler": _file(folder / "scheduler.pt"),
+        "scaler": _file(folder / "scaler.pt"),
+    }
+    generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
+    tree["trainer"] = _trainer(state, generators[0]) if generators else None
     tree = {name: each for name, each in tree.items() if each}
     orders = _orders_of_trainer(folder) if "optimizer" in tree else None
-    add_tree(draft, tree, orders)
-    generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
-    if options.wants("rng") and generators:
-        draft.add_by_rank("rng", generators)
-    if options.wants("trainer") and generators:
-        draft.add_object("trainer", _trainer(state, generators[0]))
-    draft.step = int(state["global_step"])
-    return draft
+    return Saved(tree, int(state["global_step"]), orders, {"rng": generators})
 
 
 def is_trainer(folder: Path) -> bool:
@@ -101,14 +96,13 @@ def _orders_of_trainer(folder: Path) -> list[list[str]]:
 # ---- Accelerate ----------------------------------------------------------------------------------
 
 
-def read_accelerate(folder: Path, options: Options) -> Draft:
+def read_accelerate(folder: Path, part: str) -> Saved:
     """Parts as state_of(accelerator) has them. Raises Unsupported for shards of each rank's own."""
     if any(folder.glob(f"{_FSDP}*_rank*.bin")):
         raise Unsupported(
             f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
             f"DCP). Save it as SHARDED_STATE_DICT or FULL_STATE_DICT"
         )
-    draft = Draft(folder, "accelerate", options)
     tree: dict[str, Any] = {}
     for name, read in (
         ("model", lambda number: _model(folder, number)),
@@ -120,14 +114,11 @@ def read_accelerate(folder: Path, options: Options) -> Draft:
         numbered = {f"{name}.{number}": each for number, each in enumerate(found)}
         tree |= numbered if len(found) > 1 else dict.fromkeys([name] * len(found), *found)
     tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
-    add_tree(draft, tree, None if (folder / "pytorch_model.bin").is_file() else [])
     states = _by_rank(folder, "random_states", ".pkl")
-    if options.wants("rng"):
-        draft.add_by_rank("rng", [_of_accelerate(each) for each in states])
-    if options.wants("accelerator") and type(states[0].get("step")) is int:
-        said = {"step": states[0]["step"], "sync_gradients": True}
-        draft.add_object("accelerator", said)
-    return draft
+    if type(states[0].get("step")) is int:
+        tree["accelerator"] = {"step": states[0]["step"], "sync_gradients": True}
+    orders: list[list[str]] | None = None if (folder / "pytorch_model.bin").is_file() else []
+    return Saved(tree, None, orders, {"rng": [_of_accelerate(each) for each in states]})
 
 
 def is_accelerate(folder: Path) -> bool:
@@ -163,15 +154,13 @@ def _counted(read: Callable[[int], Any]) -> Iterator[Any]:
 # ---- Lightning -----------------------------------------------------------------------------------
 
 
-def read_lightning(path: Path, options: Options) -> Draft:
+def read_lightning(path: Path, part: str) -> Saved:
     """Models, optimizers and schedulers as EverstepCallback has them."""
-    draft, said = Draft(path, "lightning", options), archives.load(path)
-    tree = {options.part: said["state_dict"]}
+    said = archives.load(path)
+    tree = {part: said["state_dict"]}
     tree |= {f"optimizer.{n}": each for n, each in enumerate(said.get("optimizer_states", ()))}
     tree |= {f"scheduler.{n}": each for n, each in enumerate(said.get("lr_schedulers", ()))}
-    add_tree(draft, tree)
-    draft.step = said.get("global_step")
-    return draft
+    return Saved(tree, said.get("global_step"))
 
 
 def is_lightning(path: Path) -> bool:

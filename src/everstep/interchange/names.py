@@ -59,7 +59,11 @@ def find_names(
 
 def with_numbers(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """A state_dict whose numbers DCP has made texts, as it was."""
-    own = {int(k) if _NUMBER.fullmatch(str(k)) else k: each for k, each in state["state"].items()}
+    known = {each for group in state["param_groups"] for each in group["params"]}
+    own = {
+        int(key) if key not in known and _NUMBER.fullmatch(str(key)) else key: each
+        for key, each in state["state"].items()
+    }
     return {**state, "state": own}
 
 

@@ -2,14 +2,13 @@
 
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.interchange import archives, dcp, folders, safetensors, zero
 from everstep.interchange.draft import Draft, Options
-from everstep.interchange.trees import add_tree
+from everstep.interchange.trees import Saved, draft_of
 
 _NONSENSE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 _TIMES_MAX, _SPARE_BYTES = 4, 64 << 20
@@ -27,7 +26,7 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
                 f"importing {path}: nobody here knows what it is. Say it by --from, one of "
                 f"{', '.join(KINDS)}"
             )
-        draft = KINDS[chosen].read(path, options)
+        draft = draft_of(KINDS[chosen].read(path, options.part), path, chosen, options)
     except OSError as error:
         raise Unavailable(f"reading {path}: {error.strerror or error}") from error
     except _NONSENSE as error:
@@ -49,33 +48,21 @@ def _check_size(draft: Draft, path: Path) -> None:
         raise Unsupported(f"importing {path}: {there} bytes, which say that they are {wanted}")
 
 
-def _read_tree(kind: str, load: Callable[[Path], Any], path: Path, options: Options) -> Draft:
-    draft = Draft(path, kind, options)
-    add_tree(draft, load(path))
-    return draft
-
-
-def _read_hf(path: Path, options: Options) -> Draft:
-    draft = Draft(path, "hf", options)
-    draft.add_weights(options.part, safetensors.read_weights(path))
-    return draft
-
-
 class Kind(NamedTuple):
-    """How it is recognised, and read."""
+    """How it is recognised, and read; what a model is called that has no name is told."""
 
     is_one: Callable[[Path], bool]
-    read: Callable[[Path, Options], Draft]
+    read: Callable[[Path, str], Saved]
 
 
 KINDS: dict[str, Kind] = {
-    "dcp": Kind(dcp.is_any, partial(_read_tree, "dcp", dcp.read_tree)),
+    "dcp": Kind(dcp.is_any, lambda path, part: Saved(dcp.read_tree(path))),
     "trainer": Kind(folders.is_trainer, folders.read_trainer),
     "accelerate": Kind(folders.is_accelerate, folders.read_accelerate),
     "deepspeed": Kind(lambda path: zero.tag_of(path) is not None, zero.read_zero),
-    "hf": Kind(safetensors.is_any, _read_hf),
+    "hf": Kind(safetensors.is_any, lambda path, part: Saved(safetensors.read_weights(path))),
     "lightning": Kind(folders.is_lightning, folders.read_lightning),
-    "torch": Kind(archives.is_archive, partial(_read_tree, "torch", archives.load)),
+    "torch": Kind(archives.is_archive, lambda path, part: Saved(archives.load(path))),
 }
 """By what is recognised first."""
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.errors import Missing, Unsupported
-from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
+from everstep.interchange.draft import Draft, Options, bare, is_optimizer, is_weights
 from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
 from everstep.interchange.tensors import Found
@@ -15,20 +15,31 @@ _PARTS_MAX = 10_000
 _FLAT = {"state", "param_groups"}
 
 
-def add_tree(draft: Draft, tree: Any, orders: Sequence[Sequence[str]] | None = None) -> None:
-    """The parts of what people save: a model's state dict, or a dict of several things. `orders`:
-    in which the parameters of an optimizer may be; None: as weights are, or by how people group."""
-    options = draft.options
-    if is_weights(tree):
-        draft.add_weights(options.part, bare(tree))
-        return
+class Saved(NamedTuple):
+    """What another library has saved, as state dicts in which each tensor is a `Found`: a dict of
+    several things, or a model's. `step`: as it says; `orders`: in which the parameters of an
+    optimizer may be (None: as weights are, or by how people group); `by_rank`: what each rank has
+    for itself; `kind`: what it is more exactly than asked for."""
+
+    tree: Any
+    step: int | None = None
+    orders: Sequence[Sequence[str]] | None = None
+    by_rank: Mapping[str, Sequence[Any]] = {}
+    kind: str | None = None
+
+
+def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
+    """A draft with the parts of that. Raises Missing, Corrupt, Unsupported."""
+    step = saved.step if type(saved.step) is int else None
+    draft = Draft(where, saved.kind or kind, options, step)
+    tree = {options.part: saved.tree} if is_weights(saved.tree) else saved.tree
     if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
-        raise Unsupported(f"importing {draft.where}: at its top there is no dict of parts")
+        raise Unsupported(f"importing {where}: at its top there is no dict of parts")
     tree = _with_model(_opened(tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
     chosen = {name: each for name, each in parts.items() if options.wants(name)}
     if options.only and not chosen:
-        raise Missing(f"importing {draft.where}: it has no {options.only}, but {list(parts)}")
+        raise Missing(f"importing {where}: it has no {options.only}, but {list(parts)}")
     models = [name for name, each in chosen.items() if is_weights(each)]
     for name in models:
         draft.add_weights(name, bare(chosen[name]))
@@ -36,18 +47,22 @@ def add_tree(draft: Draft, tree: Any, orders: Sequence[Sequence[str]] | None = N
         if draft.step is None and name in _STEPS and type(each) is int:
             draft.step = each
         elif is_optimizer(each):
-            add_optimizer(draft, name, each, models, orders)
+            _add_optimizer(draft, name, each, models, saved.orders)
         elif name not in models:
             draft.try_object(name, taken(each) if name == RNG else each)
+    for name, values in saved.by_rank.items():
+        if values and options.wants(name):
+            draft.add_by_rank(name, values)
     draft.find_ties()
+    return draft
 
 
-def add_optimizer(
+def _add_optimizer(
     draft: Draft,
     name: str,
     state: Mapping[str, Any],
     models: Sequence[str],
-    orders: Sequence[Sequence[str]] | None = None,
+    orders: Sequence[Sequence[str]] | None,
 ) -> None:
     """One of these models' optimizers. Raises Unsupported where none fits."""
     what, state = f"importing {name!r} of {draft.where}", with_numbers(state)

@@ -17,10 +17,9 @@ from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import archives
-from everstep.interchange.draft import Draft, Options
 from everstep.interchange.pickles import Inert
 from everstep.interchange.tensors import Found, Part
-from everstep.interchange.trees import add_optimizer
+from everstep.interchange.trees import Saved
 
 LATEST = ("latest", "latest_universal")
 _TAG = re.compile(r"[\w-][\w.-]{0,199}")
@@ -49,18 +48,16 @@ def tag_of(folder: Path) -> Path | None:
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Brings into a draft what the ranks have of parameters: by name its shape and group, and by
-    key of the state ("fp32": itself) its parts, or the one number of all."""
+class _Rows:
+    """What the ranks have of parameters: by name its shape, and by key of the state ("fp32":
+    itself) its parts, or the one number of all."""
 
-    draft: Draft
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    groups: dict[str, int] = field(default_factory=dict)
     parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict)
     dtypes: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def add(self, name: str, row: Mapping[str, Any], start: int, at: int, count: int) -> None:
+    def _add(self, name: str, row: Mapping[str, Any], start: int, at: int, count: int) -> None:
         """From a rank's rows: `count` of its elements from `start` on lie at `at`."""
         for key, value in row.items():
             if isinstance(value, Found) and len(value.shape) == 1:
@@ -71,28 +68,15 @@ class _Reader:
             else:
                 self.numbers.setdefault(name, {})[key] = value
 
-    def tensor(self, name: str, key: str) -> Found:
-        parts = self.parts[name][key]
-        return Found(self.dtypes[key], self.shapes[name], parts, (name, key))
-
-    def add_partitions(self, ranks: Sequence[Any], states: Sequence[Any]) -> None:
-        own = [each["optimizer_state_dict"] for each in ranks]
-        stage = own[0]["zero_stage"]
+    def read_partitions(self, tag: Path, ranks: Sequence[Any], shapes: Sequence[Any]) -> Any:
+        """Returns the groups of parameters."""
+        stage, count = ranks[0]["zero_stage"], ranks[0]["partition_count"]
         stage = stage.args[0] if isinstance(stage, Inert) else stage
-        shapes = [dict(each) for each in states[0]["param_shapes"]]
-        count = own[0]["partition_count"]
-        if (max(count) if isinstance(count, list) else count) != len(own):
-            raise Corrupt(
-                f"importing {self.draft.where}: it is of {count} ranks, and has {len(own)} files"
-            )
-        read = self._read_stage3 if stage == 3 else self._read_stages_1_and_2
-        read(own, shapes)
-        base = own[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
-        groups = base["param_groups"]
-        self._set_groups(shapes, groups)
-        self._add_module(states)
-        self._add_state(groups)
-        self._add_engine(states[0], own[0])
+        if (max(count) if isinstance(count, list) else count) != len(ranks):
+            raise Corrupt(f"importing {tag}: it is of {count} ranks, and has {len(ranks)} files")
+        (self._read_stage3 if stage == 3 else self._read_stages_1_and_2)(ranks, shapes)
+        base = ranks[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
+        return base["param_groups"]
 
     def _read_stages_1_and_2(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
         for group, own in enumerate(shapes):
@@ -106,7 +90,7 @@ class _Reader:
                 row |= state["state"].get(group, {})
                 for name, address in rank["param_slice_mappings"][group].items():
                     at, count = address.get("start"), address.get("numel")
-                    self.add(name, row, done[name], at, count)
+                    self._add(name, row, done[name], at, count)
                     done[name] += count
 
     def _read_stage3(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
@@ -120,79 +104,16 @@ class _Reader:
                     row = {_WEIGHT: said["fp32_flat_groups"][group]}
                     row |= said["optimizer_state_dict"]["state"].get(group, {})
                     start = min(rank * share, size)
-                    self.add(name, row, start, at, min(share, size - start))
+                    self._add(name, row, start, at, min(share, size - start))
                 at += share
 
-    def _set_groups(self, shapes: Sequence[Any], groups: Sequence[Any]) -> None:
-        """A group's numbers are those of rows; of stage 3 it may have several."""
-        of = {row: index for index, group in enumerate(groups) for row in group["params"]}
-        for row, own in enumerate(shapes):
-            self.groups |= dict.fromkeys(own, of[row])
-
-    def _add_module(self, states: Sequence[Any]) -> None:
-        """The fp32 weights, and from the module what no optimizer has: frozen ones and buffers."""
-        weights = {name: self.tensor(name, _WEIGHT) for name in self.parts}
-        weights |= dict(self._rest(states))
-        self.draft.add_weights(self.draft.options.part, weights)
-        shared = states[0].get("shared_params") or {}
-        for name, of in shared.items():
-            if of in weights and name not in weights:
-                first = self.draft.full_name(self.draft.options.part, of)
-                self.draft.aliases.setdefault(first, []).append(f"{self.draft.options.part}.{name}")
-
-    def _rest(self, states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
-        said, shared = states[0], states[0].get("shared_params") or {}
-        fragments = [each.get("frozen_param_fragments") or {} for each in states]
-        for name, shape in (said.get("frozen_param_shapes") or {}).items():
-            rows, size = [each[name] for each in fragments], prod(shape)
-            if len(rows[0].shape) != 1 or len(states) == 1:
-                yield name, rows[0]
-                continue
-            parts, share = [], rows[0].shape[0]
-            for rank, row in enumerate(rows):
-                start = min(rank * share, size)
-                parts += row.flat(tuple(shape), start, 0, min(share, size - start))
-            yield name, Found(rows[0].dtype, tuple(shape), parts, name)
-        buffers = set(said.get("buffer_names") or ())
-        for name, tensor in (said.get("module") or {}).items():
-            if name in buffers and name not in self.shapes and name not in shared:
-                yield name, tensor
-
-    def _add_state(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        if not self.draft.options.wants("optimizer"):
-            return
-        state: dict[str, dict[str, Any]] = {}
-        for name, keys in self.parts.items():
-            state[name] = {key: self.tensor(name, key) for key in keys if key != _WEIGHT}
-            state[name] |= self.numbers.get(name, {})
-        members: list[list[str]] = [[] for _ in groups]
-        for name, index in self.groups.items():
-            members[index].append(name)
-        named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
-        names = {name: self.draft.full_name(self.draft.options.part, name) for name in self.groups}
-        self.draft.add_optimizer("optimizer", {"state": state, "param_groups": named}, names)
-
-    def _add_engine(self, state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> None:
-        """What the engine counts. Micro-steps are counted from one update to the next."""
-        if not self.draft.options.wants("engine"):
-            return
-        scaler = optimizer.get("loss_scaler")
-        known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
-        plain = {key: each for key, each in known.items() if type(each) in (int, float, bool)}
-        said = {name: state.get(name, 0) for name in _COUNTERS} | {"micro_steps": 0}
-        self.draft.add_object(
-            "engine", said | {"lr_scheduler": state.get("lr_scheduler"), "loss_scaler": plain}
-        )
-
-    def add_universal(self, tag: Path, state: Mapping[str, Any]) -> None:
+    def read_universal(self, tag: Path, said: Mapping[str, Any], shapes: Sequence[Any]) -> None:
         """Each parameter has a folder, of a file for itself and for each tensor of its state: made
         of stage 3, each is a row of numbers."""
-        said = archives.load(tag / "zero" / "optimizer_state.pt")
-        shapes = [dict(each) for each in state["param_shapes"]]
         common = (said.get("optimizer_state_dict") or {}).get("state") or {}
-        for row, own in enumerate(shapes):
+        for group, own in enumerate(shapes):
             numbers = {
-                k: v for k, v in common.get(row, {}).items() if getattr(v, "shape", ()) == ()
+                k: v for k, v in common.get(group, {}).items() if getattr(v, "shape", ()) == ()
             }
             for name, shape in own.items():
                 if not _TAG.fullmatch(name):
@@ -204,43 +125,91 @@ class _Reader:
                     value = value["param"] if isinstance(value, dict) else value
                     if isinstance(value, Found) and path.stem != "step":
                         in_a_row = replace(value, shape=(prod(value.shape),))
-                        self.add(name, {path.stem: in_a_row}, 0, 0, prod(shape))
+                        self._add(name, {path.stem: in_a_row}, 0, 0, prod(shape))
                     else:
                         self.numbers[name][path.stem] = value
-        self._set_groups(shapes, said["param_groups"])
-        self._add_module([state])
-        self._add_state(said["param_groups"])
-        self._add_engine(state, said)
 
-    def add_plain(self, state: Mapping[str, Any]) -> None:
-        """Of an engine without ZeRO."""
-        self.draft.add_weights(self.draft.options.part, state["module"])
-        if state.get("optimizer") and self.draft.options.wants("optimizer"):
-            add_optimizer(self.draft, "optimizer", state["optimizer"], [self.draft.options.part])
-        if state.get("lr_scheduler"):
-            self.draft.try_object("scheduler", state["lr_scheduler"])
+    def weights(self, states: Sequence[Any]) -> dict[str, Found]:
+        """In fp32, and from the module what no optimizer has: frozen ones and buffers."""
+        found = {name: self._tensor(name, _WEIGHT) for name in self.parts}
+        shared = states[0].get("shared_params") or {}
+        known = found.keys() | shared.keys()
+        found |= {name: each for name, each in _rest(states) if name not in known}
+        return found | {name: found[of] for name, of in shared.items() if of in found}
+
+    def optimizer(self, shapes: Sequence[Any], groups: Sequence[Any]) -> dict[str, Any]:
+        """Its state_dict, by names. A group's numbers are those of rows; of stage 3 it may have
+        several."""
+        state = {
+            name: {key: self._tensor(name, key) for key in keys if key != _WEIGHT}
+            | self.numbers.get(name, {})
+            for name, keys in self.parts.items()
+        }
+        of = {row: index for index, group in enumerate(groups) for row in group["params"]}
+        members: list[list[str]] = [[] for _ in groups]
+        for row, own in enumerate(shapes):
+            members[of[row]] += own
+        named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
+        return {"state": state, "param_groups": named}
+
+    def _tensor(self, name: str, key: str) -> Found:
+        return Found(self.dtypes[key], self.shapes[name], self.parts[name][key], (name, key))
 
 
-def read_zero(folder: Path, options: Options) -> Draft:
+def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
+    """What no optimizer has."""
+    said = states[0]
+    fragments = [each.get("frozen_param_fragments") or {} for each in states]
+    for name, shape in (said.get("frozen_param_shapes") or {}).items():
+        rows, size = [each[name] for each in fragments], prod(shape)
+        if len(rows[0].shape) != 1 or len(states) == 1:
+            yield name, rows[0]
+            continue
+        parts, share = [], rows[0].shape[0]
+        for rank, row in enumerate(rows):
+            start = min(rank * share, size)
+            parts += row.flat(tuple(shape), start, 0, min(share, size - start))
+        yield name, Found(rows[0].dtype, tuple(shape), parts, name)
+    buffers = set(said.get("buffer_names") or ())
+    yield from ((name, own) for name, own in (said.get("module") or {}).items() if name in buffers)
+
+
+def _engine(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What the engine counts. Micro-steps are counted from one update to the next."""
+    scaler = optimizer.get("loss_scaler")
+    known = scaler.state if isinstance(scaler, Inert) and isinstance(scaler.state, dict) else {}
+    plain = {key: each for key, each in known.items() if type(each) in (int, float, bool)}
+    said = {name: state.get(name, 0) for name in _COUNTERS} | {"micro_steps": 0}
+    return said | {"lr_scheduler": state.get("lr_scheduler"), "loss_scaler": plain}
+
+
+def read_zero(folder: Path, part: str) -> Saved:
     """Raises Missing, Corrupt, Unsupported."""
     tag = tag_of(folder)
     if tag is None:
         raise Missing(f"importing {folder}: it is no folder of DeepSpeed's")
-    is_universal = (tag / "zero" / "optimizer_state.pt").is_file()
-    draft = Draft(tag, "ucp" if is_universal else "deepspeed", options)
     models = sorted(tag.glob("*_model_states.pt"))
     states = [archives.load(path) for path in models if "_expert_" not in path.name]
     if len(states) != len(models) or not states:
         raise Unsupported(f"importing {tag}: experts of DeepSpeed's own are not known here")
-    reader, files = _Reader(draft), _files(tag)
-    if is_universal:
-        reader.add_universal(tag, states[0])
-    elif files:
-        reader.add_partitions([archives.load(path) for path in files], states)
+    universal = tag / "zero" / "optimizer_state.pt"
+    files = [universal] if universal.is_file() else _files(tag)
+    step = states[0].get("global_steps")
+    if not files:  # an engine without ZeRO
+        parts = {part: "module", "optimizer": "optimizer", "scheduler": "lr_scheduler"}
+        plain = {name: states[0].get(key) for name, key in parts.items()}
+        return Saved({name: each for name, each in plain.items() if each}, step)
+    said, rows = [archives.load(path) for path in files], _Rows()
+    shapes = [dict(each) for each in states[0]["param_shapes"]]
+    if universal in files:
+        rows.read_universal(tag, said[0], shapes)
+        groups = said[0]["param_groups"]
     else:
-        reader.add_plain(states[0])
-    draft.step = states[0].get("global_steps")
-    return draft
+        said = [each["optimizer_state_dict"] for each in said]
+        groups = rows.read_partitions(tag, said, shapes)
+    tree: dict[str, Any] = {part: rows.weights(states)}
+    tree |= {"optimizer": rows.optimizer(shapes, groups), "engine": _engine(states[0], said[0])}
+    return Saved(tree, step, kind="ucp" if universal in files else None)
 
 
 def _files(tag: Path) -> list[Path]:
