@@ -15,7 +15,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
 from everstep.interchange.safetensors import header_of, in_file_order
 from everstep.interchange.staged import new_folder
-from everstep.interchange.state_dicts import names_in, tree_of
+from everstep.interchange.state_dicts import tree_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
@@ -87,8 +87,10 @@ class Export:
     folder: Path
     options: Options
     progress: Progress
+    total: int = 0
+    """Bytes of all that it is to have."""
     count: int = 0
-    """Of tensors."""
+    """Of tensors so far."""
     bytes: int = 0
     left_out: list[str] = field(default_factory=list)
     """Other names of tensors (tied weights), which the format does without."""
@@ -103,26 +105,26 @@ class Export:
         spec = self.whole.entries[name].spec
         return spec.size // ITEM_SIZES[spec.dtype] * ITEM_SIZES[self.dtype(name)]
 
-    def tensors(self, names: Sequence[str], total: int) -> Iterator[torch.Tensor]:
-        """Read and converted, one after another; `total`: bytes of the whole export."""
+    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
+        """Read and converted, one after another."""
         for name, tensor in self.whole.read(names):
             self.count += 1
             self.bytes += self.size(name)
-            self.progress(self.bytes, total)
+            self.progress(self.bytes, self.total)
             yield tensor.to(getattr(torch, self.dtype(name)))
 
-    def stand_in(self, name: str) -> StandIn:
-        """For the tensor, as it gets there."""
-        return StandIn.make(self.dtype(name), self.whole.entries[name].spec.shape, name)
-
     def tree(self, *, by_name: bool) -> dict[str, Any]:
-        """All parts; what cannot be in it is left out."""
-        return tree_of(self.whole, self.stand_in, by_name=by_name, left_out=self.left_out)
+        """All parts, with stand-ins of tensors as they get there; what cannot be in it is left
+        out."""
+        made: dict[str, StandIn] = {}
 
-    def reader(self, tree: Any) -> Callable[[Sequence[str]], Iterator[torch.Tensor]]:
-        """Of the tensors in a tree, each of which is read once."""
-        total = sum(map(self.size, names_in(tree)))
-        return lambda names: self.tensors(names, total)
+        def stand_in(name: str) -> StandIn:
+            shape = self.whole.entries[name].spec.shape
+            return made.setdefault(name, StandIn.make(self.dtype(name), shape, name))
+
+        tree = tree_of(self.whole, stand_in, by_name=by_name, left_out=self.left_out)
+        self.total = sum(map(self.size, made))
+        return tree
 
 
 def to_safetensors(export: Export) -> None:
@@ -155,7 +157,7 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     export.left_out = sorted(tied)
     sizes = ((name, export.size(of)) for name, of in chosen.items())
     shards = in_groups(sizes, export.options.shard_bytes) or [[]]
-    total = sum(map(export.size, chosen.values()))
+    export.total = sum(map(export.size, chosen.values()))
     index: dict[str, str] = {}
     for number, shard in enumerate(shards):
         of_shards = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
@@ -163,36 +165,23 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
         shapes = {n: (export.dtype(chosen[n]), entries[chosen[n]].spec.shape) for n in shard}
         with (export.folder / name).open("xb") as file:
             file.write(header_of(shapes))
-            for tensor in export.tensors([chosen[n] for n in in_file_order(shapes)], total):
+            for tensor in export.tensors([chosen[n] for n in in_file_order(shapes)]):
                 file.write(bytes_of(tensor).numpy().data)
         index |= dict.fromkeys(shard, name)
     if len(shards) > 1:
-        said: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": index}
+        said: dict[str, Any] = {"metadata": {"total_size": export.total}, "weight_map": index}
         path = export.folder / "model.safetensors.index.json"
         path.write_text(f"{json.dumps(said, indent=2)}\n")
 
 
-def to_torch(export: Export) -> None:
-    """All parts as one file: what state_dict() of each returned."""
-    tree = export.tree(by_name=False)
-    write_torch(export.folder / "checkpoint.pt", tree, export.reader(tree))
-
-
-def to_dcp(export: Export) -> None:
-    """All parts, as get_state_dict() has them."""
-    tree = export.tree(by_name=True)
-    write_dcp(export.folder, tree, export.reader(tree))
-
-
-def to_ucp(export: Export) -> None:
-    """A universal checkpoint of DeepSpeed's: a folder for each parameter of the only optimizer."""
-    write_universal(export.folder, export.whole, export.stand_in, export.tensors)
-
-
 FORMATS: dict[str, Callable[[Export], None]] = {
-    "dcp": to_dcp,
+    "dcp": lambda to: write_dcp(to.folder, to.tree(by_name=True), to.tensors),
     "hf": to_hf,
     "safetensors": to_safetensors,
-    "torch": to_torch,
-    "ucp": to_ucp,
+    "torch": lambda to: write_torch(
+        to.folder / "checkpoint.pt", to.tree(by_name=False), to.tensors
+    ),
+    "ucp": lambda to: write_universal(to.folder, to.whole, to.tree(by_name=True), to.tensors),
 }
+"""All parts, but for a model's weights in "hf"; of torch as state_dict() of each returned them, of
+dcp as get_state_dict() has them."""

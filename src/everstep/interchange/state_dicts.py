@@ -48,16 +48,6 @@ def tree_of(
     return tree
 
 
-def names_in(tree: Any) -> set[str]:
-    """The tensors in a tree."""
-    if isinstance(tree, StandIn):
-        return {tree.of}
-    items = tree.values() if isinstance(tree, dict) else tree
-    if not isinstance(tree, (dict, list, tuple)):
-        return set()
-    return {name for each in items for name in names_in(each)}
-
-
 def _optimizer(
     whole: Whole, stand_in: StandsIn, name: str, table: Any, *, by_name: bool
 ) -> dict[str, Any]:

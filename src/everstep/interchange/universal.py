@@ -7,28 +7,22 @@ and one for each tensor of its state; and what the engine counts.
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from everstep.errors import Unsupported
-from everstep.interchange.state_dicts import StandsIn, tree_of
 from everstep.interchange.tensors import StandIn
-from everstep.interchange.torch_files import write_torch
+from everstep.interchange.torch_files import Read, write_torch
 from everstep.restore.whole import Whole
 
 _FOLDER = re.compile(r"[\w-][\w.-]{0,199}")
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose format this is."""
 
-Tensors = Callable[[Sequence[str], int], Iterator[torch.Tensor]]
 
-
-def write_universal(folder: Path, whole: Whole, stand_in: StandsIn, tensors: Tensors) -> None:
-    """Write one for a model and its optimizer. Raises Unsupported for others, OSError."""
-    tree = tree_of(whole, stand_in, by_name=True, left_out=[])
+def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read) -> None:
+    """Write one for a model and its optimizer. `tree`: all parts by names. Raises Unsupported for
+    others, OSError."""
     what = f"exporting step {whole.name.step} for DeepSpeed"
     if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
         raise Unsupported(f"{what}: it has {len(whole.optimizers)} optimizers, and one is needed")
@@ -37,17 +31,16 @@ def write_universal(folder: Path, whole: Whole, stand_in: StandsIn, tensors: Ten
     part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
     names = whole.part(part)
     tag = folder / f"global_step{whole.name.step}"
-    total = sum(whole.entries[name].spec.size for name in whole.entries)
 
     def write(path: Path, value: Any) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_torch(path, value, lambda found: tensors(found, total))
+        write_torch(path, value, read)
 
     for group in moments["param_groups"]:
         for name in group["params"]:
             if not _FOLDER.fullmatch(name) or name not in names:
                 raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
-            weights = stand_in(names[name])
+            weights = tree[part][name]
             own = {"fp32": weights, **moments["state"].get(name, {})}
             for key, value in own.items():
                 is_alike = isinstance(value, StandIn) and value.shape == weights.shape
