@@ -37,8 +37,9 @@ class _Deal:
 
 
 class Thin(Spread):
-    """Whole states, copied at one step each, without what is not due. For the thread that trains;
-    of several ranks all count saves alike."""
+    """Whole states, copied at one step each, without what is not due. For the thread that trains.
+    Several ranks count saves alike; where a failure made them differ, the keepers refuse the save,
+    and all begin again with all (keeper/ranks)."""
 
     def __init__(self, run: Run, every: int, factors: Mapping[str, int]) -> None:
         super().__init__(run, every, window=1)

@@ -69,6 +69,8 @@ class Draft:
     objects: dict[str, Json] = field(default_factory=dict)
     ranks: Sequence[dict[str, Any]] = ()
     borrowed: list[Borrowed] = field(default_factory=list)
+    bytes_shared: int = 0
+    """Of what is borrowed: in files that are there without a copy, once it is written."""
     like: Manifest | None = None
     """Whose topology it has."""
     left_out: dict[str, str] = field(default_factory=dict)

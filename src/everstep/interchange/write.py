@@ -84,7 +84,8 @@ def _write(
             disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
             links.append(link)
         shared = list(chain.from_iterable(_take(disk, each) for each in draft.borrowed))
-        disk.sync_entries(shared)
+        disk.sync_entries([link.path for link in shared])
+        draft.bytes_shared = sum(link.size for link in shared)
         own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
         tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
         made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
@@ -102,12 +103,12 @@ def _write(
         raise
 
 
-def _take(disk: Tier, borrowed: Borrowed) -> Iterator[str]:
+def _take(disk: Tier, borrowed: Borrowed) -> Iterator[FileLink]:
     """Have a part's packs: as the same files where they can be; those are told. What is copied is
     compared with its digests."""
     for index, link in enumerate(borrowed.part.packs):
         if disk.share(borrowed.tier, link.path):
-            yield link.path
+            yield link
             continue
         check = PackCheck(borrowed.part, index, borrowed.table)
         with opened(borrowed.tier, link) as reader:

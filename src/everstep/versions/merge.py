@@ -62,17 +62,9 @@ def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) 
         target = new_store(to, "merging")
         draft = plan.draft(recipe)
         name = write(target, draft, plan.base.name.step, progress=progress)
-    borrowed = [(each.part.size, _may_share(each.tier, target)) for each in draft.borrowed]
-    copied = sum(each.size for each in draft.tensors.values())
-    copied += sum(size for size, is_shared in borrowed if not is_shared)
-    return Merged(name, plan.counts(), copied, sum(size for size, shared in borrowed if shared))
-
-
-def _may_share(one: Tier, other: Tier) -> bool:
-    """Whether a file of one can have a second name in the other."""
-    if not (isinstance(one.root, Path) and isinstance(other.root, Path)):
-        return False
-    return os.stat(one.root).st_dev == os.stat(other.root).st_dev
+    size = sum(each.size for each in draft.tensors.values())
+    size += sum(each.part.size for each in draft.borrowed) - draft.bytes_shared
+    return Merged(name, plan.counts(), size, draft.bytes_shared)
 
 
 def new_store(to: str, what: str) -> Tier:
