@@ -1,5 +1,6 @@
 """Several nodes, each with a directory and a keeper of its own, which the others do not see."""
 
+import contextlib
 import os
 import random
 import shutil
@@ -12,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
-from jobs import RECIPE, attached, parts_of, trains, trains_alone
+from jobs import RECIPE, attached, parts_of, trains, trains_alone, unheard
 from test_thinned_ranks import THIN, check_plans, planned
 
 from comparing import check_equal, check_stored, stored_name
-from everstep import Keep, Store, Tiers
+from everstep import EverstepError, Keep, Missing, Store, Tiers
 from examples import slow
 from stores import keeper_pid, packs_of
 
@@ -123,11 +124,16 @@ def trains_on(files, store, nodes, until=1000, **options):
         for step in range(first + 1, until + 1):
             job.train(step)
             handles.append(made.step(step))
-            note = Path(files) / f"{dist.get_rank()}"
-            note.with_suffix(".new").write_text(str(step))
-            note.with_suffix(".new").replace(note)
+            note_step(files, step)
         made.wait("replicated")
     return first, begun, ["replicated" in handle.times for handle in handles]
+
+
+def note_step(files, step):
+    """This rank's call of it has returned."""
+    note = Path(files) / f"{dist.get_rank()}"
+    note.with_suffix(".new").write_text(str(step))
+    note.with_suffix(".new").replace(note)
 
 
 def newest(files, ranks):
@@ -320,3 +326,49 @@ def test_a_keeper_that_dies_is_followed_by_one_that_goes_on(
     for step in Store(store).steps():
         check_stored(store, planned(store, step, alone), step)
     check_plans(store, [19, 20])
+
+
+def trains_whatever_fails(files, store, nodes, until):
+    """Step after step, thinned; a file tells the newest whose call has returned."""
+    job = zoo.build("fsdp2", RECIPE)
+    with unheard(), attached(job, store, nodes=nodes, strategy=THIN) as made:
+        for step in range(1, until + 1):
+            job.train(step)
+            handle = made.step(step)
+            note_step(files, step)
+            if step % 8 == 0:
+                with contextlib.suppress(EverstepError):
+                    handle.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trial", range(3))
+def test_thinned_saves_with_deletions_and_deaths_at_random(gang, folders, files, impatient, trial):
+    """What both nodes have restores to the bytes that each tensor had at its own step."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance, last = random.Random(seed), 60
+    _, alone = gang.run(trains_alone, "fsdp2", last, size=2)[0]
+    gang.start(on_node, folders, "ab", trains_whatever_fails, files, until=last, size=2)
+    wait_until(lambda: newest(files, 2) >= 2, 60)
+    stores = [Store(at(folders, node) / "store") for node in "ab"]
+    for _ in range(30):
+        time.sleep(chance.random() * 0.3)
+        store, what = chance.choice(stores), chance.choice(["rm", "gc", "kill"])
+        with contextlib.suppress(Missing):  # who is first deletes it
+            if what == "rm" and (steps := store.steps()):
+                store.delete(chance.choice([steps[-1], *steps]))
+        if what == "gc":
+            store.gc()
+        if what == "kill":
+            end_node(folders, chance.choice("ab"))
+    for outcome in gang.finish():
+        assert outcome.kind == "returned", outcome.text
+    found = united(folders)
+    steps = set(stores[0].steps()) & set(stores[1].steps())
+    assert len([step for step in steps if not Store(found).manifest(step).exact]) > 2
+    for step in steps:
+        assert Store(found).verify(step).ok
+        stored = Store(found).read(step)
+        wanted = planned(found, step, alone)
+        check_equal({name: stored[stored_name(name)] for name in wanted}, wanted)

@@ -63,9 +63,9 @@ def test_each_tensor_is_the_newest_that_was_saved(gang, capsys, store, layout, n
         check_equal(run.begun, planned(store, 5, saved.states))
 
 
-@pytest.mark.parametrize("nodes", ["ab"])
-def test_no_reference_dangles(gang, store, nodes):
-    """Neither retention, nor rm, nor gc takes what a later one refers to."""
+@pytest.mark.parametrize("nodes", ["ab", *slow("aabc")])
+def test_no_reference_dangles(gang, store, tmp_path, nodes):
+    """Neither retention, nor rm, nor gc takes what a later one, or a fork, refers to."""
     options = {"size": len(nodes), "nodes": nodes, "strategy": THIN, "waits": True}
     saved, *_ = gang.run(trains, "fsdp2", store, 7, keep=Keep(last=2), **options)
     assert Store(store).steps() == [6, 7]
@@ -80,10 +80,12 @@ def test_no_reference_dangles(gang, store, nodes):
     check_plans(store, [9, 10])
     for step in (8, 9, 10):
         check_stored(store, planned(store, step, states), step)
+    assert command("fork", store, 10, tmp_path / "fork") == 0
     for step in (7, 8, 9):
         Store(store).delete(step)
     Store(store).gc()
-    check_stored(store, planned(store, 10, states), 10)
+    for there in (store, tmp_path / "fork"):
+        check_stored(there, planned(there, 10, states), 10)
 
 
 @pytest.mark.parametrize("with_keeper", [True, *slow(False)])
