@@ -37,7 +37,6 @@ log = logging.getLogger("everstep.keeper")
 
 ARENAS_MAX = 16
 KEY_LENGTH_MAX = 64
-_FIGURES_MAX = 16
 
 
 class Session:
@@ -64,13 +63,17 @@ class Session:
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
-        self._figures: dict[str, float] = {}
+        self._figures: wire.Message = {}
+        """What the trainer counts, for who looks on."""
         self.spill: Spill | None = None
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         try:
-            self.spill = self._spill_of(hello.get("tiers"), len(place.ranks))
+            tiers = hello.get("tiers") or {}
+            if directory := tiers.get("spill"):
+                budget = tiers.get("spill_bytes")
+                self.spill = Spill(self, str(directory), budget, len(place.ranks))
             team.join(place, self, hello)
         except (ValueError, KeyError, TypeError):
             os.close(self.pidfd)
@@ -100,7 +103,7 @@ class Session:
         """Take a message that concerns this session alone. Raises ValueError for what is none."""
         match message:
             case {"type": "job", "arena": str(key)}:
-                self._figures = _numbers(message.get("figures"))
+                self._figures = dict(message.get("figures") or {})
                 if arena := self.arenas.get(key):
                     self.scan(arena)
             case {"sequence": int(sequence)}:
@@ -390,24 +393,3 @@ class Session:
     def _look_at_spill(self) -> None:
         if self.spill and not self.orphan:  # else nobody needs memory
             self.spill.look()
-
-    def _spill_of(self, tiers: object, ranks: int) -> Spill | None:
-        """What a greeting says of it. Raises ValueError."""
-        if not isinstance(tiers, dict):
-            return None
-        directory, budget = tiers.get("spill"), tiers.get("spill_bytes")
-        if directory is None:
-            return None
-        if type(directory) is not str or not os.path.isabs(directory):
-            raise ValueError(f"a spill at {directory!r}")
-        return Spill(self, directory, None if budget is None else wire.number(budget), ranks)
-
-
-def _numbers(figures: object) -> dict[str, float]:
-    """What a trainer counts. Raises ValueError."""
-    found = figures if isinstance(figures, dict) else {}
-    if len(found) > _FIGURES_MAX or not all(
-        type(value) in (int, float) and type(key) is str for key, value in found.items()
-    ):
-        raise ValueError("no figures of a trainer")
-    return found
