@@ -64,7 +64,7 @@ class Streams:
         name = CheckpointName(step, epoch or catalog.newest_epoch(self._disk) + 1)
         future = self._pool.submit(write_stream, self._disk, name, part, version)
         part.known = version, future
-        if not part.is_immutable:
+        if getattr(part.value, "immutable", False) is not True:
             error = future.exception()  # blocks
             if error and not isinstance(error, EverstepError):
                 part.known = None

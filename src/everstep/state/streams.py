@@ -55,11 +55,6 @@ class StreamState(AtTheCall):
         """As it stands in a manifest. Raises Unsupported for what is no JSON."""
         return plain_json(self.value.version, f"{self.name}.version")
 
-    @property
-    def is_immutable(self) -> bool:
-        """Whether its content may be read while training goes on."""
-        return getattr(self.value, "immutable", False) is True
-
     def objects(self, sink: TensorSink) -> Any:
         """Its version."""
         del sink

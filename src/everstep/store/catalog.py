@@ -279,11 +279,6 @@ def _needed(disk: Readable, path: str) -> bytes:
         raise Corrupt(f"{error}, but a manifest needs it") from error
 
 
-def streamed_parts(disk: Readable, manifest: Manifest) -> list[Part]:
-    """Those of its streams. Raises Corrupt."""
-    return [read_stream(disk, stream) for stream in manifest.streams.values()]
-
-
 def added_bytes(manifest: Manifest) -> int:
     """The bytes of the files that were written for a checkpoint, and not for one before it."""
     links = [(part.steps, link) for part in manifest.all_parts for link in part.packs]

@@ -169,7 +169,7 @@ def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
         )
     state = catalog.read_state(source, name) if manifest.records else None
     state_document = source.read(names.state_path(name)) if state else None
-    streams = tuple(catalog.streamed_parts(source, manifest))
+    streams = tuple(catalog.read_stream(source, each) for each in manifest.streams.values())
     return _Step(name, document, manifest, state_document, state, streams, there is not None)
 
 
