@@ -354,24 +354,21 @@ class Team:
 
     def _group(self, first: NodeSave) -> Iterator[NodeSave]:
         """`first`, and the records that wait behind it. Only records are taken together, and only
-        sealed ones are added: the next when the one before it is written."""
+        sealed ones are added: the next when the one before it is written. Where there is a second
+        memory, what waits in the arena must be free to move there."""
         yield first
+        spills = any(each.spill for each in self._sessions.values())
         save, size = first, 0
         while is_plain(save) and (size := size + save.size) < GROUP_BYTES_MAX and self._tasks:
             following = self._tasks[0]
             if not isinstance(following, NodeSave) or not is_plain(following):
                 return
-            if not all(job.arrival.complete for job in following.jobs):
-                return
-            if not all(map(self._may_be_taken, following.jobs)):
+            jobs = following.jobs
+            if not all(j.arrival.complete and (j.arena.is_spill or not spills) for j in jobs):
                 return
             self._tasks.popleft()
             following.take()
             yield (save := following)
-
-    def _may_be_taken(self, job: Job) -> bool:
-        """Where there is a second memory, what waits in the arena must be free to move there."""
-        return job.arena.is_spill or not any(each.spill for each in self._sessions.values())
 
     def _persist(self, first: NodeSave) -> None:
         """Commit a step, and with it the records that are gathered meanwhile."""
