@@ -8,7 +8,7 @@ import signal
 import sys
 
 from everstep.keeper import process
-from everstep.keeper.home import IDLE_S, Home, endpoint
+from everstep.keeper.home import IDLE_S, Home, endpoint, take_lock
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -20,9 +20,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--detach", action="store_true", help="return when it runs, in a process of its own"
     )
     chosen = parser.parse_args(arguments)
-    home = Home.take(endpoint(chosen.store))
-    if home is None:
+    path = endpoint(chosen.store)
+    lock = take_lock(path.with_suffix(".lock"))
+    if lock is None:
         return 0
+    home = Home(path, lock)
     if chosen.detach:
         _detach(home)
     _prepare_process()

@@ -188,7 +188,7 @@ class Home:
     """Lock and socket of this process, which is the store's keeper for as long as it has both."""
 
     def __init__(self, endpoint: Path, lock: int) -> None:
-        """Listens; owns `lock` from now on. Raises OSError."""
+        """Listens; owns `lock`, of `take_lock`, from now on. Raises OSError."""
         self._lock_path = endpoint.with_suffix(".lock")
         self._path = endpoint.with_suffix(".sock")
         self._lock = lock
@@ -196,12 +196,6 @@ class Home:
         self.listener: socket.socket = listen(self._path)
         self.listener.setblocking(False)
         self._socket = os.stat(self._path)
-
-    @classmethod
-    def take(cls, endpoint: Path) -> "Home | None":
-        """None where another keeper has it."""
-        lock = take_lock(endpoint.with_suffix(".lock"))
-        return None if lock is None else cls(endpoint, lock)
 
     def is_found(self) -> bool:
         """Whether clients find lock and socket under their names. Files that somebody has deleted
