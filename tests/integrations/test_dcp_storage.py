@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import inspect
 import io
 import json
 import subprocess
@@ -204,6 +205,18 @@ def test_what_dcp_is_told_of_a_checkpoint(store):
     assert found.storage_meta.checkpoint_id == str(store)
     assert found.storage_meta.save_id == writer.save_id
     assert found.storage_meta.load_id == reader.load_id
+
+
+def test_options_of_the_file_system_writer(store):
+    options = inspect.signature(dcp.FileSystemWriter).parameters.values()
+    given = {each.name: each.default for each in options if each.name != "path"}
+    dcp.save({"x": torch.ones(3)}, storage_writer=StorageWriter(store, **given))
+    given |= {"single_file_per_rank": False, "thread_count": 4, "sync_files": False}
+    dcp.save({"x": torch.ones(3)}, storage_writer=StorageWriter(store, **given))
+    assert len(everstep.Store(store).steps()) == 2
+    for wrong in ({"_extensions": ["rot13"]}, {"threads": 4}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            StorageWriter(store, **wrong)
 
 
 def test_retention(store):

@@ -108,6 +108,18 @@ def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
     return (store, step) if at and store and is_step else (text, None)
 
 
+_OF_FILES = {
+    "single_file_per_rank",
+    "sync_files",
+    "thread_count",
+    "per_thread_copy_ahead",
+    "cache_staged_state_dict",
+    "overwrite",
+    "serialization_format",
+}
+"""Options of DCP's own FileSystemWriter: how it writes its files."""
+
+
 class _Storage:
     """What a writer and a reader are set to: a store, and a step of it (None: the next, or the
     latest). The store may be named as STORE@STEP, too."""
@@ -175,10 +187,21 @@ class StorageWriter(_Storage, WriterOfDCP):
     """
 
     def __init__(
-        self, path: Path | None = None, step: int | None = None, *, keep: Keep | None = None
+        self,
+        path: Path | None = None,
+        step: int | None = None,
+        *,
+        keep: Keep | None = None,
+        **of_files: Any,
     ) -> None:
         """`path`: the store. `step`: None for the one after the latest. `keep`: what stays of the
-        store after each save; all without it."""
+        store after each save; all without it. `of_files`: options of FileSystemWriter, which change
+        nothing here: a save is always durable, and overwrites nothing. Raises TypeError for others,
+        and for those that would transform what is stored (`_extensions`)."""
+        if of_files.pop("_extensions", None):
+            raise TypeError("StorageWriter transforms nothing: leave _extensions out")
+        if unknown := sorted(of_files.keys() - _OF_FILES):
+            raise TypeError(f"StorageWriter has no option {unknown[0]!r}")
         super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
