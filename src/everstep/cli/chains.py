@@ -6,7 +6,7 @@ on from nothing that could be told.
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from everstep.errors import EverstepError
@@ -79,6 +79,17 @@ class Chains:
             with contextlib.suppress(EverstepError):
                 self.read(name)
         return self._links[name]
+
+
+def facts_of(manifest: Manifest) -> dict[str, Any]:
+    """What its manifest says of a checkpoint."""
+    kept = ("step", "epoch", "size", "created", "exact", "metrics")
+    return {
+        "kind": "log" if manifest.previous else "state",
+        **{key: getattr(manifest, key) for key in kept},
+        "previous": asdict(manifest.previous) if manifest.previous else None,
+        "added": catalog.added_bytes(manifest),
+    }
 
 
 def _whole_facts(state: Manifest) -> dict[str, Any]:

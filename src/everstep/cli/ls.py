@@ -11,20 +11,22 @@ epoch 2 · from step 80 of epoch 1
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain, groupby
 from typing import Any
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains
+from everstep.cli.chains import Chains, facts_of
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError
-from everstep.format.manifest import CheckpointName, Manifest
+from everstep.format.manifest import CheckpointName
 from everstep.restore.store import Store
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
 from everstep.tiers.tier import Tier, name_of, tier_at
+
+Facts = dict[str, Any]
 
 _TITLES = ("STEP", "KIND", "TAGS", "SIZE", "ADDED", "WRITTEN", "AGE", "METRICS")
 _READS_IN_FLIGHT = 8
@@ -64,19 +66,30 @@ class Listing:
         """Bytes of everything in the store's data directories, what gc would sweep included."""
         return sum(self.disk.bytes_in(directory) for directory in (names.DATA, names.TABLES))
 
-    def read(self, name: CheckpointName) -> Manifest | EverstepError:
-        """A manifest without its digests, which may be millions, or what is wrong with it."""
-        try:
-            found = self.chains.read(name)
-        except EverstepError as error:
-            return error
-        parts = tuple(replace(part, digests=()) for part in found.parts)
-        return replace(found, parts=parts) if not found.records else found
-
-    def read_all(self, names: Sequence[CheckpointName]) -> list[Manifest | EverstepError]:
-        """The same of several, in their order; some at a time, as a bucket answers late."""
+    def entries(self, names: Sequence[CheckpointName]) -> list[Facts]:
+        """What there is to say of each. Some manifests are read at a time, as a bucket answers
+        late."""
         with ThreadPoolExecutor(_READS_IN_FLIGHT) as pool:
-            return list(pool.map(self.read, names))
+            found = list(pool.map(self._read, names))
+        return [self._entry(*pair) for pair in zip(names, found, strict=True)]
+
+    def _read(self, name: CheckpointName) -> Facts:
+        """What its manifest says, or what is wrong with it."""
+        try:
+            return facts_of(self.chains.read(name))
+        except EverstepError as error:
+            return {"kind": type(error).__name__.lower(), "problem": str(error)}
+
+    def _entry(self, name: CheckpointName, said: Facts) -> Facts:
+        """Its place in the run and in its chain beside that."""
+        own = {"name": str(name), **name._asdict(), "current": name in self.current}
+        own["tags"] = self.tags.get(name, [])
+        if "problem" in said:
+            return own | said
+        base, records = (said["previous"] and self.chains.origin(name)) or (None, None)
+        is_exact = said["exact"] and self.chains.is_exact(name)
+        own |= {"base": base and base._asdict(), "records": records}
+        return own | said | {"whole": self.chains.whole(name), "exact": is_exact}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,16 +130,16 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
         return
     rows = list(_rows(listing, listing.checkpoints if is_whole else listing.tags.keys()))
     shown = [row for row in rows if isinstance(row, CheckpointName)]
-    found = listing.read_all(shown)
-    has_logs = any(isinstance(each, Manifest) and each.previous for each in found)
-    cells = [_cells(listing, *pair, has_logs) for pair in zip(shown, found, strict=True)]
+    entries = listing.entries(shown)
+    has_logs = any(entry["kind"] == "log" for entry in entries)
+    cells = [_cells(listing, entry, has_logs) for entry in entries]
     titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "ADDED", "AGE"))
     yield from ("", text.line(f"  {titles}", "dim"))
-    table = zip(aligned, found, strict=True)
+    table = zip(aligned, entries, strict=True)
     for row in rows:
         if isinstance(row, CheckpointName):
-            line, manifest = next(table)
-            yield text.line(f"{_mark(listing, row)} {line}", _style(listing, row, manifest))
+            line, entry = next(table)
+            yield text.line(f"{_mark(listing, row)} {line}", _style(listing, row, entry))
         elif isinstance(row, Epoch):
             yield text.line(_caption(row), "dim")
         else:
@@ -161,8 +174,8 @@ def _mark(listing: Listing, name: CheckpointName) -> str:
     return "●" if name in listing.current else "○"
 
 
-def _style(listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError) -> str:
-    if isinstance(manifest, EverstepError):
+def _style(listing: Listing, name: CheckpointName, entry: Facts) -> str:
+    if "problem" in entry:
         return "bad"
     if name not in listing.current:
         return "dim"
@@ -176,80 +189,46 @@ def _caption(epoch: Epoch) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _cells(
-    listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError, has_logs: bool
-) -> list[str]:
-    digits = len(str(listing.checkpoints[-1].step))
-    step = f"{name.step:>{digits}}" + ("" if name in listing.current else f"-{name.epoch}")
-    tags = " ".join(
-        [*listing.tags.get(name, []), *(["← latest"] if name == listing.latest else [])]
-    )
-    if isinstance(manifest, EverstepError):
-        return [step, "", text.clean(tags), "", "", "", "", type(manifest).__name__.lower()]
+def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
+    digits, is_current = len(str(listing.checkpoints[-1].step)), entry["current"]
+    step = f"{entry['step']:>{digits}}" + ("" if is_current else f"-{entry['epoch']}")
+    is_latest = listing.latest is not None and entry["name"] == str(listing.latest)
+    tags = text.clean(" ".join([*entry["tags"], *(["← latest"] if is_latest else [])]))
+    if "problem" in entry:
+        return [step, "", tags, "", "", "", "", entry["kind"]]
     return [
         step,
-        _kind(listing, name, manifest) if has_logs else "",
-        text.clean(tags),
-        text.size(manifest.size),
-        text.size(added) if (added := catalog.added_bytes(manifest)) != manifest.size else "",
-        text.time(manifest.created),
-        text.age(manifest.created),
-        text.pairs(manifest.metrics),
+        _kind(entry) if has_logs else "",
+        tags,
+        text.size(entry["size"]),
+        text.size(entry["added"]) if entry["added"] != entry["size"] else "",
+        text.time(entry["created"]),
+        text.age(entry["created"]),
+        text.pairs(entry["metrics"]),
     ]
 
 
-def _kind(listing: Listing, name: CheckpointName, manifest: Manifest) -> str:
+def _kind(entry: Facts) -> str:
     """As "state", or "log of 120": the state after which its records are replayed; "log, whole"
     where nothing is any more."""
-    if manifest.previous is None:
+    if entry["kind"] == "state":
         return "state"
-    origin = listing.chains.origin(name)
-    if origin is None:
+    if entry["base"] is None:
         return "log of ?"
-    inexact = "" if listing.chains.is_exact(name) else " (inexact)"
-    if origin[0] == name:
+    inexact = "" if entry["exact"] else " (inexact)"
+    if not entry["records"]:
         return f"log, whole{inexact}"
-    made = " (whole: inexact)" if listing.chains.whole(name) else inexact
-    return f"log of {origin[0].step}{made}"
+    return f"log of {entry['base']['step']}{' (whole: inexact)' if entry['whole'] else inexact}"
 
 
-def _to_json(listing: Listing) -> dict[str, Any]:
-    found = zip(listing.checkpoints, listing.read_all(listing.checkpoints), strict=True)
+def _to_json(listing: Listing) -> Facts:
+    origin = catalog.read_origin(listing.disk)
     return {
         "store": str(listing.disk.root),
         "run": listing.run,
-        "from": origin._asdict() if (origin := catalog.read_origin(listing.disk)) else None,
+        "from": origin._asdict() if origin else None,
         "latest": listing.latest.step if listing.latest else None,
         "size": listing.size_bytes,
         "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],
-        "checkpoints": [_entry(listing, name, manifest) for name, manifest in found],
-    }
-
-
-def _entry(
-    listing: Listing, name: CheckpointName, manifest: Manifest | EverstepError
-) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "name": str(name),
-        "step": name.step,
-        "epoch": name.epoch,
-        "current": name in listing.current,
-        "tags": listing.tags.get(name, []),
-    }
-    if isinstance(manifest, EverstepError):
-        return {**entry, "problem": str(manifest)}
-    origin = listing.chains.origin(name) if manifest.previous else None
-    base, records = origin or (None, None)
-    return {
-        **entry,
-        "kind": "log" if manifest.previous else "state",
-        "previous": asdict(manifest.previous) if manifest.previous else None,
-        "base": base._asdict() if base else None,
-        "records": records,
-        "whole": listing.chains.whole(name),
-        "size": manifest.size,
-        "added": catalog.added_bytes(manifest),
-        "created": manifest.created,
-        "exact": manifest.exact and listing.chains.is_exact(name),
-        "metrics": manifest.metrics,
+        "checkpoints": listing.entries(listing.checkpoints),
     }

@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains
+from everstep.cli.chains import Chains, facts_of
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
@@ -84,19 +84,16 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         chain = _chain_facts(store.chain(str(name))) if manifest.previous else None
     except EverstepError as error:
         broken = str(error)
-    kept = ("step", "epoch", "run", "created", "parent", "metrics", "topology", "capture")
+    kept = ("run", "parent", "topology", "capture", "hyperparameters", "objects")
     records = Described(manifest, tables).records if tables else []
     each_table = tables or (catalog.read_table(disk, part) for part in manifest.all_parts)
     tensors = _tensor_facts(manifest, each_table)
     return {
         "name": str(name),
-        "kind": "log" if manifest.previous else "state",
+        **facts_of(manifest),
         **{key: getattr(manifest, key) for key in kept},
         "exact": manifest.exact and chains.is_exact(name),
         "tags": tags_of(disk).get(name, []),
-        "size": manifest.size,
-        "added": catalog.added_bytes(manifest),
-        "previous": asdict(manifest.previous) if manifest.previous else None,
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
         "thinned": {str(step): share for step, share in manifest.shares_by_step().items()},
         "chain": chain,
@@ -109,8 +106,6 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
             for part in manifest.all_parts
             for pack in part.packs
         ],
-        "hyperparameters": manifest.hyperparameters,
-        "objects": manifest.objects,
         "tensors": tensors,
     }
 
