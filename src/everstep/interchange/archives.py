@@ -18,7 +18,7 @@ import torch
 
 from everstep.errors import Corrupt, Unavailable, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.pickles import Buildable, Global, Inert, Settler, read_pickle
+from everstep.interchange.pickles import Global, Inert, Settler, read_pickle
 from everstep.interchange.tensors import Found, Storage, Stretch, view_of
 
 PICKLE_BYTES_MAX = 1 << 28
@@ -143,10 +143,6 @@ def makers(where: object) -> dict[str, Callable[..., Any]]:
         "torch._tensor._rebuild_from_type_v2": subclass,
         "torch.Size": lambda items=(): tuple(items),
         "torch.device": lambda *names: torch.device(*_names(names)),
-        "numpy.dtype": lambda code, *_: _Dtype(code),
-        "numpy.core.multiarray._reconstruct": lambda *_: _Array(),
-        "numpy.core.multiarray.scalar": _scalar,
-        "numpy.core.numeric._frombuffer": _from_buffer,
     }
 
 
@@ -164,54 +160,43 @@ def dtype_of(named: Any) -> str:
     return name
 
 
-class _Dtype(Buildable):
-    """numpy's, of numbers or texts; of nothing that has objects."""
-
-    def __init__(self, code: Any) -> None:
-        if type(code) is not str or len(code) > 8:
-            raise TypeError("no dtype of numbers")
-        self.dtype = np.dtype(code)
-        if self.dtype.hasobject or self.dtype.kind not in "biufcSU":
-            raise TypeError(f"{code} is no dtype of numbers")
-
-    def build(self, state: Any) -> None:
-        if state[1] in ("<", ">", "|", "="):
-            self.dtype = self.dtype.newbyteorder(state[1])
-
-
-class _Array(Buildable):
-    """numpy's, whose bytes come later."""
-
-    def __init__(self) -> None:
-        self.array: Any = None
-
-    def build(self, state: Any) -> None:
-        _, shape, dtype, is_fortran, data = state
-        self.array = _from_buffer(data, dtype, shape, "F" if is_fortran else "C").array
-
-
-def _from_buffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
-    if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
-        raise TypeError("an array without bytes")
-    kind = dtype.dtype
-    if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
-        raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
-    made = _Array()
-    made.array = np.frombuffer(bytes(data), kind).reshape(shape, order=order).copy(order)
-    return made
-
-
-def _scalar(dtype: Any, data: Any = b"") -> Any:
-    return _from_buffer(data, dtype, (1,), "C").array[0]
-
-
 def _resolved(leaf: Any) -> Any:
-    """Dtypes and arrays as they are."""
-    if isinstance(leaf, _Array):
-        return leaf.array
+    """Dtypes and numpy's arrays as they are; the bytes of an array stay where they are."""
     if isinstance(leaf, Global) and leaf.name.removeprefix("torch.") in ITEM_SIZES:
         return getattr(torch, leaf.name.removeprefix("torch."))
+    if not isinstance(leaf, Inert):
+        return leaf
+    match leaf.kind:
+        case "numpy.core.multiarray._reconstruct":
+            _, shape, dtype, is_fortran, data = leaf.state
+            return _array(data, dtype, shape, "F" if is_fortran else "C")
+        case "numpy.core.multiarray.scalar":
+            dtype, data = leaf.args
+            return _array(data, dtype, (1,), "C")[0]
+        case "numpy.core.numeric._frombuffer":
+            return _array(*leaf.args)
     return leaf
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
+        raise TypeError("an array without bytes")
+    kind = _numpy_dtype(dtype)
+    if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
+        raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
+    return np.frombuffer(data, kind).reshape(shape, order=order)
+
+
+def _numpy_dtype(said: Inert) -> "np.dtype[Any]":
+    """Of numbers or texts; of nothing that has objects."""
+    code = said.args[0]
+    if said.kind != "numpy.dtype" or type(code) is not str or len(code) > 8:
+        raise TypeError("no dtype of numbers")
+    found = np.dtype(code)
+    if found.hasobject or found.kind not in "biufcSU":
+        raise TypeError(f"{code} is no dtype of numbers")
+    order: Any = said.state[1] if said.state else "="
+    return found.newbyteorder(order) if order in ("<", ">") else found
 
 
 class Window(io.RawIOBase):

@@ -2,8 +2,8 @@
 
     opcodes (by pickletools) ──▶ stack, memo ──▶ numbers, texts, containers; else `Inert`
 
-A global is a name here, and never imported. What a few names make (containers, tensors, arrays,
-dtypes) is made by functions of ours; all else becomes an `Inert`, which keeps what it was given.
+A global is a name here, and never imported. What a few names make (containers, tensors) is made by
+functions of ours; all else becomes an `Inert`, which keeps what it was given.
 
 Hostile ones: memory stays within a budget that goes by the pickle's size; keys of dicts are plain,
 as hashing what is nested deeply takes the process's stack; cycles and what is shared a thousandfold
@@ -14,7 +14,7 @@ import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.errors import Corrupt, Unsupported
@@ -37,12 +37,11 @@ class Global:
 
 @dataclass(slots=True, eq=False)
 class Inert:
-    """What somebody's class was to make: its name, what it was called with, and was given then."""
+    """What somebody's class was to make: its name, what it was called with, and its state."""
 
     kind: str
     args: tuple[Any, ...] = ()
     state: Any = None
-    items: list[Any] = field(default_factory=list)
 
     def get(self, name: str) -> Any:
         """An attribute, as far as it is known."""
@@ -50,14 +49,6 @@ class Inert:
         return next(
             (each[name] for each in states if isinstance(each, dict) and name in each), None
         )
-
-
-class Buildable:
-    """What gets its content by BUILD."""
-
-    def build(self, state: Any) -> None:
-        """Take it. Raises what nonsense comes to."""
-        raise NotImplementedError
 
 
 Makers = Mapping[str, Callable[..., Any]]
@@ -128,22 +119,17 @@ class _Machine:
         made = self.stack[-1]
         if isinstance(made, Inert):
             made.state = state
-        elif isinstance(made, Buildable):
-            made.build(state)
 
     def extend(self, items: Sequence[Any]) -> None:
         made = self.stack[-1]
-        if isinstance(made, Inert):
-            made.items += items
-        elif type(made) in (list, deque):
+        if type(made) in (list, deque):
             made.extend(items)
-        else:
+        elif not isinstance(made, Inert):
             raise TypeError(f"items for a {type(made).__name__}")
 
     def update(self, items: Sequence[Any]) -> None:
         made = self.stack[-1]
         if isinstance(made, Inert):
-            made.items += items
             return
         if not isinstance(made, dict) or len(items) % 2:
             raise TypeError(f"entries for a {type(made).__name__}")
