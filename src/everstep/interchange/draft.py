@@ -123,20 +123,17 @@ class Draft:
                 self.aliases.setdefault(other, []).append(name)
 
     def add_object(self, name: str, value: Any) -> None:
-        """A value, which has no part that nobody here knows. Raises Unsupported."""
-        self.objects[name] = self.encoded(name, value)
-
-    def try_object(self, name: str, value: Any) -> None:
-        """The same, or say why it was left out."""
+        """A value; or say why it was left out, where nobody here knows a part of it."""
         tensors = dict(self.tensors)
         try:
-            self.add_object(name, value)
+            self.objects[name] = self.encoded(name, value)
         except Unsupported as error:
             self.tensors = tensors
             self.left_out[name] = str(error)
 
     def add_by_rank(self, name: str, values: Sequence[Any]) -> None:
-        """What each of several ranks has for itself; of one, a plain object."""
+        """What each of several ranks has for itself; of one, a plain object. Raises Unsupported
+        for what nobody here knows."""
         if len(values) == 1:
             self.add_object(name, values[0])
             return

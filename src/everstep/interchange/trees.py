@@ -38,8 +38,9 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     tree = _with_model(_opened(tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
     chosen = {name: each for name, each in parts.items() if options.wants(name)}
-    if options.only and not chosen:
-        raise Missing(f"importing {where}: it has no {options.only}, but {list(parts)}")
+    if options.only and not chosen and not any(map(options.wants, saved.by_rank)):
+        there = [*parts, *saved.by_rank]
+        raise Missing(f"importing {where}: it has no {options.only}, but {there}")
     models = [name for name, each in chosen.items() if is_weights(each)]
     for name in models:
         draft.add_weights(name, bare(chosen[name]))
@@ -49,7 +50,7 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
         elif is_optimizer(each):
             _add_optimizer(draft, name, each, models, saved.orders)
         elif name not in models:
-            draft.try_object(name, taken(each) if name == RNG else each)
+            draft.add_object(name, taken(each) if name == RNG else each)
     for name, values in saved.by_rank.items():
         if values and options.wants(name):
             draft.add_by_rank(name, values)
