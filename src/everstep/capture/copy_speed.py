@@ -18,8 +18,8 @@ import torch
 _NEW = 0.3
 _SIZE_MIN = 1 << 20
 _UNREAD_MAX = 64
-STEADY = 0.02
-"""By less than this part a mean changes from step to step: windows leave more room (FILL)."""
+_STEADY = 0.02
+"""A mean that changed by a smaller part counts as unchanged: windows leave more room (FILL)."""
 
 
 def mark(device: torch.device) -> torch.cuda.Event:
@@ -74,7 +74,7 @@ class CopySpeed:
         """Return both, as they were when this was asked before if they have hardly changed: what is
         planned by them comes out the same then, and the same tensors lie at the same places."""
         now = self.bytes_per_s, self.overlap_s
-        if any(abs(new - old) > STEADY * old for new, old in zip(now, self._told, strict=True)):
+        if any(abs(new - old) > _STEADY * old for new, old in zip(now, self._told, strict=True)):
             self._told = now
         return self._told
 
