@@ -410,6 +410,23 @@ def test_without_a_state_dict(store):
     assert found["e"][0].tolist() == [0, 0]
 
 
+def test_a_checkpointers_without_a_state_dict(store):
+    """It is nested, as it would be had DCP saved it."""
+    run = logging_run(1)
+    with everstep.Checkpointer(store, run) as checkpointer:
+        checkpointer.save(1).wait("local", 60)
+    reader = StorageReader(store)
+    found = _load_state_dict_from_keys(storage_reader=reader)
+    check_equal(found["net"], run["net"].state_dict())
+    assert found["scheduler"] == run["scheduler"].state_dict()
+    (group,) = found["optimizer"]["param_groups"]
+    assert group["lr"] == run["optimizer"].param_groups[0]["lr"]
+    assert group["params"] == [f"model.{name}" for name, _ in run["net"].model.named_parameters()]
+    part = _load_state_dict_from_keys({"net", "optimizer.param_groups"}, storage_reader=reader)
+    assert part.keys() == {"net", "optimizer"}
+    assert part["optimizer"].keys() == {"param_groups"}
+
+
 def test_nothing(store):
     save(store, {})
     assert load(store, {}) == {}

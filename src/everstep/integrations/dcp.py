@@ -535,8 +535,9 @@ class StorageReader(_Storage, ReaderOfDCP):
         }
         found |= {name: BytesStorageMetadata() for name in state.objects}
         said = state.said
+        paths = said.get("data") if said else state.paths
         meta = StorageMeta(self.checkpoint_id, said.get("save_id"), self.load_id)
-        return Metadata(found, said.get("data"), {}, meta, said.get("version"))
+        return Metadata(found, paths, {}, meta, said.get("version"))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -600,6 +601,10 @@ class _State:
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
         self.tensors = {name: self.whole.entries[n] for name, n in self.whole.firsts.items()}
+        self.paths: dict[str, tuple[str | int, ...]] = {}
+        """Where a Checkpointer's tensors and objects are within its state, as a planner has it."""
+        self.paths |= {key: (key,) for key in self.objects}
+        self.paths |= {name: tuple(name.split(".", 1)) for name in self.tensors}
         self._rename_optimizers()
 
     def _rename_optimizers(self) -> None:
@@ -610,12 +615,16 @@ class _State:
             for parameter, keys in table["state"].items():
                 for key in keys:
                     if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
-                        self.tensors[f"{name}.state.{_bare(parameter)}.{key}"] = entry
+                        new = f"{name}.state.{_bare(parameter)}.{key}"
+                        self.tensors[new] = entry
+                        self.paths[new] = name, "state", _bare(parameter), key
             for number, values in enumerate(hyperparameters.get(name, ())):
                 members = [key for key, group in table["groups"].items() if group == number]
                 said = {**values, "params": list(map(_bare, members))}
-                at = f"{name}.param_groups.{number}"
-                self.objects |= {f"{at}.{key}": value for key, value in said.items()}
+                for key, value in said.items():
+                    new = f"{name}.param_groups.{number}.{key}"
+                    self.objects[new] = value
+                    self.paths[new] = name, "param_groups", number, key
 
     def entry(self, name: str) -> TensorEntry:
         """A tensor. Raises Missing."""
