@@ -86,7 +86,7 @@ def test_flat_parameters(gang, store, saved):
     check_stored(store, check(gang, saved, FLAT, store, recipe=UNGROUPED))
 
 
-@pytest.mark.parametrize("saved", ["fsdp_tp", *slow("fsdp2", "tp", "hsdp")])
+@pytest.mark.parametrize("saved", slow("fsdp_tp", "fsdp2", "tp", "hsdp"))
 def test_a_state_dict_of_dtensors_goes_on_in_others(gang, store, saved):
     """As programs have it that come from torch.distributed.checkpoint: one object for all."""
     check(gang, saved, [saved, "dense", "hsdp"], store, state_of=app_of)

@@ -88,8 +88,9 @@ def test_no_reference_dangles(gang, store, tmp_path, nodes):
         check_stored(there, planned(there, 10, states), 10)
 
 
-@pytest.mark.parametrize("with_keeper", [True, *slow(False)])
-@pytest.mark.parametrize("node", ["b", *slow("a")])
+@pytest.mark.slow
+@pytest.mark.parametrize("with_keeper", [True, False])
+@pytest.mark.parametrize("node", ["b", "a"])
 def test_a_node_that_dies_between_thinned_saves(gang, store, files, impatient, node, with_keeper):
     """What it had told of a save counts or does not; the next run begins with all."""
     nodes = "aabb"
