@@ -57,7 +57,7 @@ def test_what_is_not_exact_does_not_replace_a_spread_base(store, monkeypatch):
     """As of a CUDA run: what the log goes on from is gone."""
     frozen = run_saved(store, 6, keep=everstep.Keep(last=2), **LOG)
     until(lambda: Store(store).steps() == [5, 6], "the keeper deletes what is not kept")
-    monkeypatch.setattr("everstep.restore.materialize.why_inexact", lambda chain: ["torch 1"])
+    monkeypatch.setattr("everstep.restore.chain.Chain.why_inexact", ["torch 1"])
     with pytest.raises(everstep.Conflict, match="exact"):
         materialize(Disk(store), CheckpointName(5, 1))
     assert not materialize(Disk(store), CheckpointName(6, 1)).exact

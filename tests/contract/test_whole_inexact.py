@@ -32,7 +32,7 @@ def elsewhere(monkeypatch):
         return found
 
     monkeypatch.setattr(materializing, "rebuilt", replay)
-    monkeypatch.setattr("everstep.restore.materialize.why_inexact", lambda chain: ["torch 1"])
+    monkeypatch.setattr("everstep.restore.chain.Chain.why_inexact", ["torch 1"])
 
 
 def make_whole(store, step):

@@ -18,7 +18,7 @@ from stores import files_of, packs_of
 pytestmark = pytest.mark.timeout(300)  # workers give way to whatever else this machine does
 
 
-@pytest.mark.parametrize("module", ["rebuild.fill", "materialize.why_inexact"])
+@pytest.mark.parametrize("module", ["rebuild.fill", "materialize.described"])
 def test_a_step_that_is_deleted_meanwhile(store, monkeypatch, module):
     """Before anything of it is read, and when all of it was."""
     fill(store)
@@ -78,7 +78,7 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
     """As of a CUDA run: such states stay as long as their steps, for those who read the store."""
     frozen = fill(store)
     disk = Disk(store)
-    monkeypatch.setattr("everstep.restore.materialize.why_inexact", lambda chain: ["torch 1"])
+    monkeypatch.setattr("everstep.restore.chain.Chain.why_inexact", ["torch 1"])
     for step in (3, 5, 6):
         assert not materialize(disk, CheckpointName(step, 1)).exact
     retain.apply(disk, Keep(last=1))

@@ -114,6 +114,16 @@ class Chain:
                     found |= {f"parameters on {then}, here on {now}"} if then != now else set()
         return sorted(found)
 
+    @property
+    def why_inexact(self) -> list[str]:
+        """What may make it another state than the run's: what is other in this process, where it is
+        replayed, than where it was recorded; where it begins; and what records do without."""
+        differing = [*self.differences(ALONE), *self.moved()] if self.replayed else []
+        if not (base := self.base.manifest).exact:
+            differing.append(f"what is stored of step {base.step} is not exact")
+        differing += [f"{part} has no tensors in records" for part in self.left_out]
+        return sorted(differing)
+
     def comparison(
         self, layout: str, rank: int | None = None, *, is_moved: bool
     ) -> Comparison | None:

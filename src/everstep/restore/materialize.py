@@ -22,7 +22,7 @@ from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
-from everstep.sharding.topology import ALONE, adopted
+from everstep.sharding.topology import adopted
 from everstep.store import catalog, commit
 from everstep.tiers.tier import Tier
 
@@ -57,20 +57,10 @@ def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
     chain.check_unruled(f"materialising {name} of {disk.root}")
     with adopted(chain.last.manifest.topology), Loader() as loader:
         tensors = rebuilt(candidate, chain, loader)
-        differing = why_inexact(chain)
+        differing = chain.why_inexact
     layout, table = described(chain, tensors)
     image = Image(parse(table), list(packs_of(layout, tensors)))
     return publish(disk, chain, image, differing)
-
-
-def why_inexact(chain: Chain) -> list[str]:
-    """What may make the result of a replay in this process another than the run's: what is other
-    here than where it was recorded, where it begins, and what records do without."""
-    differing = [*chain.differences(ALONE), *chain.moved()]
-    if not (base := chain.base.manifest).exact:
-        differing.append(f"step {base.step}, where it begins, is not exact")
-    differing += [f"{part} has no tensors in records" for part in chain.left_out]
-    return sorted(differing)
 
 
 def _find_whole(disk: Tier, name: CheckpointName) -> Manifest | None:

@@ -30,7 +30,7 @@ from everstep.offload.memory import Memory
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader, MemorySource
-from everstep.restore.materialize import described, publish, whole_manifest, why_inexact
+from everstep.restore.materialize import described, publish, whole_manifest
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.topology import adopted
 from everstep.store import catalog, commit
@@ -158,7 +158,7 @@ class Replica:
         self.at = log.manifest.name
 
     def _check(self, chain: Chain) -> None:
-        if differing := why_inexact(chain):
+        if differing := chain.why_inexact:
             raise Unsupported(
                 f"a replica of {self._disk.root}: its bits would not be the run's "
                 f"({'; '.join(differing)})"

@@ -3,6 +3,7 @@
 A step of a log is made whole on the way, in memory: nothing is written to the store.
 """
 
+import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -32,6 +33,8 @@ from everstep.sharding.topology import adopted
 from everstep.state.objects import references
 from everstep.tiers.tier import Tier
 
+log = logging.getLogger("everstep")
+
 BATCH_BYTES = 32 << 20
 """Small tensors are read together, up to so many bytes."""
 
@@ -54,7 +57,17 @@ class Whole:
         if chain.replayed:
             chain.check_unruled(f"reading {name} of {disk.root}")
             with adopted(chain.last.manifest.topology):
+                differing = chain.why_inexact
                 self._replayed = rebuilt(here, chain, loader)
+        else:
+            differing = chain.why_inexact
+        if differing:
+            log.warning(
+                "reading %s of %s: it may not be just what the run had: %s",
+                name,
+                disk.root,
+                "; ".join(differing),
+            )
         known = chain.saved(chain.optimized).tensors
         own = {each.spec.name: each for each in known.values()}
         if self._replayed is not None:
