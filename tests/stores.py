@@ -75,8 +75,8 @@ def image_of(layout: Layout, contents: Mapping[str, bytes]) -> bytearray:
     """The packs of a layout, one after another, filled."""
     image = bytearray(layout.size)
     at = 0
-    for index, pack in enumerate(layout.packs):
-        image[at : at + len(pack.header)] = pack.header
+    for index, (pack, header) in enumerate(zip(layout.packs, layout.headers, strict=True)):
+        image[at : at + pack.header] = header
         for spec, piece in zip(layout.specs, layout.pieces, strict=True):
             if piece.pack == index:
                 start = at + piece.offset

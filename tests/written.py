@@ -10,8 +10,8 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import Part
 from everstep.format.packed import HEADER_BYTES, raw_chunks
-from everstep.format.packs import PAGE_BYTES, Piece, chunks
-from everstep.format.tables import FileLink, PackShape, Table, TensorEntry
+from everstep.format.packs import PAGE_BYTES, PackShape, Piece, chunks
+from everstep.format.tables import FileLink, Table, TensorEntry
 from everstep.restore.deliver import Delivery
 from everstep.restore.load import Loader, MemorySource
 

@@ -59,8 +59,8 @@ class Rank:
     def image(self) -> bytes:
         image = bytearray(self.layout.size)
         starts = packs.pack_starts(pack.size for pack in self.layout.packs)
-        for start, pack in zip(starts, self.layout.packs, strict=True):
-            image[start : start + len(pack.header)] = pack.header
+        for start, header in zip(starts, self.layout.headers, strict=True):
+            image[start : start + len(header)] = header
         for spec, piece in zip(self.layout.specs, self.layout.pieces, strict=True):
             at = starts[piece.pack] + piece.offset
             image[at : at + piece.size] = part_of(spec)
@@ -322,7 +322,7 @@ def test_boxes_of_one_rank_in_one_table():
     assert [piece.box for piece in table.tensors["w"].pieces] == sorted(
         boxes, key=lambda box: box.offsets
     )
-    names = json.loads(layout.packs[0].header[8:])
+    names = json.loads(layout.headers[0][8:])
     assert names["w[0:2,1:3]"]["shape"] == [2, 2]
     assert {"v", "w[2:3,0:3]", "w[0:2,0:1]"} < names.keys()
     assert Spec("w", "int8", (3,), Box.whole((3,))).entry == "w"

@@ -45,20 +45,21 @@ def test_layout(specs, entries_max):
     finally:
         packs.ENTRIES_PER_PACK_MAX = limit
     assert len(layout.packs) == -(-len(specs) // entries_max)
-    for number, pack in enumerate(layout.packs):
-        assert pack.size % 4096 == len(pack.header) % 4096 == 0
-        entries = _entries(pack.header)
+    for number, (pack, header) in enumerate(zip(layout.packs, layout.headers, strict=True)):
+        assert pack.size % 4096 == pack.header % 4096 == 0
+        assert pack.header == len(header)
+        entries = _entries(header)
         ranges = sorted(entry["data_offsets"] for entry in entries.values())
         end = 0
         for start, stop in ranges:
             assert start == end
             end = stop
-        assert len(pack.header) + end == pack.size
+        assert pack.header + end == pack.size
         for spec, piece in zip(layout.specs, layout.pieces, strict=True):
             if piece.pack != number:
                 continue
             entry = entries[spec.name]
-            assert piece.offset == len(pack.header) + entry["data_offsets"][0]
+            assert piece.offset == pack.header + entry["data_offsets"][0]
             assert (entry["dtype"], entry["shape"]) == carried_as(spec.dtype, spec.shape, spec.size)
             assert piece.offset % (4096 if spec.size >= MIB else ITEM_SIZES[spec.dtype]) == 0
     table = decode_table(encode_table(layout, {}, {}, {}), "x")
@@ -94,7 +95,7 @@ def test_the_real_library_reads_every_dtype(tmp_path):
 def test_headers_do_not_depend_on_contents_or_order():
     specs = [Spec(f"t{i}", "float32", (i,)) for i in range(20)]
     there, back = lay_out(specs), lay_out(specs[::-1])
-    assert there.packs == back.packs
+    assert (there.packs, there.headers) == (back.packs, back.headers)
     assert there.pieces == back.pieces[::-1]
 
 

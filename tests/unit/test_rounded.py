@@ -15,8 +15,8 @@ from everstep.format import packs as packs_module
 from everstep.format.boxes import Box
 from everstep.format.manifest import Encoded, Part
 from everstep.format.packed import HEADER_BYTES
-from everstep.format.packs import PAGE_BYTES, Piece, Spec, chunks
-from everstep.format.tables import FileLink, PackShape, Table, TensorEntry
+from everstep.format.packs import PAGE_BYTES, PackShape, Piece, Spec, chunks
+from everstep.format.tables import FileLink, Table, TensorEntry
 from everstep.keeper.encoder import find_masters
 from everstep.restore.deliver import Delivery, as_items
 from everstep.restore.load import Loader, MemorySource

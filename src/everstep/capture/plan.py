@@ -26,11 +26,8 @@ class Plan:
 
     def headers(self) -> list[tuple[int, bytes]]:
         """(offset in the image, bytes) of each pack's header."""
-        found, start = [], 0
-        for pack in self.layout.packs:
-            found.append((start, pack.header))
-            start += pack.size
-        return found
+        starts = pack_starts(pack.size for pack in self.layout.packs)
+        return list(zip(starts, self.layout.headers, strict=True))
 
 
 STILL_BYTES_MIN = 64 << 10

@@ -18,9 +18,9 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Part, Stream
 from everstep.format.packed import HEADER_BYTES, header
-from everstep.format.packs import Piece, Spec, chunks
+from everstep.format.packs import PackShape, Piece, Spec, chunks
 from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_name
-from everstep.format.tables import FileLink, PackShape, Table, TensorEntry, seal_table
+from everstep.format.tables import FileLink, Table, TensorEntry, seal_table
 from everstep.keeper.data import Tail
 from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.streams import StreamState

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from everstep.errors import Mismatch, Unsupported
 from everstep.format import packs
 from everstep.format.boxes import Box
-from everstep.format.packs import Entries, Piece, chunk_count, entry_name, in_groups
-from everstep.format.tables import PackShape, Table, TensorEntry, seal_table
+from everstep.format.packs import Entries, PackShape, Piece, chunk_count, entry_name, in_groups
+from everstep.format.tables import Table, TensorEntry, seal_table
 from everstep.format.tiling import Flaw, find_flaw
 
 _LISTED_MAX = 8

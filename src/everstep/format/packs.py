@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
@@ -106,25 +106,33 @@ class Entries:
 
 
 @dataclass(frozen=True, slots=True)
-class PackLayout:
-    """A pack before it is written: its header (length and blanks included), the index of the
-    header's digest, the size of the file, whether it seems not to change, or waits for its turn
-    (PackShape)."""
+class PackShape:
+    """A pack as its table knows it: file size, size of the header, index of the header's digest,
+    whether a file of an earlier checkpoint may have it: as it seems not to change, or is saved at
+    some steps, with all of the same `turn`."""
 
-    header: bytes
-    digest: int
     size: int
+    header: int
+    digest: int
     still: bool = False
     turn: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in a table."""
+        known = {"size": self.size, "header": self.header, "digest": self.digest}
+        more = {"still": self.still, "turn": self.turn}
+        return known | {key: value for key, value in more.items() if value}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All packs of one part, and the piece of each tensor, in the order of `specs`."""
+    """All packs of one part with their headers (length and blanks included), and the piece of each
+    tensor, in the order of `specs`."""
 
     specs: tuple[Spec, ...]
     pieces: tuple[Piece, ...]
-    packs: tuple[PackLayout, ...]
+    packs: tuple[PackShape, ...]
+    headers: tuple[bytes, ...]
     digest_count: int
 
     @property
@@ -190,7 +198,8 @@ def lay_out(
     """
     _check_names(specs)
     pieces: list[Piece | None] = [None] * len(specs)
-    packs: list[PackLayout] = []
+    packs: list[PackShape] = []
+    headers: list[bytes] = []
     digest = 0
     for kind, members in _members(specs, still, turns):
         entries = Entries()
@@ -203,9 +212,10 @@ def lay_out(
             box = specs[i].box or Box.whole(specs[i].shape)
             pieces[i] = Piece(box, len(packs), len(header) + offset, size, digest)
             digest += chunk_count(size)
-        packs.append(PackLayout(header, header_digest, len(header) + entries.size, *kind))
+        packs.append(PackShape(len(header) + entries.size, len(header), header_digest, *kind))
+        headers.append(header)
     placed = tuple(piece for piece in pieces if piece is not None)
-    return Layout(tuple(specs), placed, tuple(packs), digest)
+    return Layout(tuple(specs), placed, tuple(packs), tuple(headers), digest)
 
 
 def _members(

@@ -25,7 +25,7 @@ from everstep.format.document import (
     unseal,
 )
 from everstep.format.dtypes import ITEM_SIZES, plane_count
-from everstep.format.packs import Layout, Piece, Spec, chunk_count, chunks
+from everstep.format.packs import Layout, PackShape, Piece, Spec, chunk_count, chunks
 from everstep.format.tiling import find_flaw
 
 _OWN = re.compile(r"@\d+[.!]")
@@ -101,25 +101,6 @@ class TensorEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class PackShape:
-    """A pack as its table knows it: file size, size of the header, index of the header's digest,
-    whether a file of an earlier checkpoint may have it (packs.py): as it seems not to change, or is
-    saved at some steps, with all of the same `turn`."""
-
-    size: int
-    header: int
-    digest: int
-    still: bool = False
-    turn: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in a table."""
-        known = {"size": self.size, "header": self.header, "digest": self.digest}
-        more = {"still": self.still, "turn": self.turn}
-        return known | {key: value for key, value in more.items() if value}
-
-
-@dataclass(frozen=True, slots=True)
 class Table:
     """What stays the same from step to step: the packs, the tensors by name, and the optimizers.
 
@@ -177,11 +158,7 @@ def encode_table(
             devices.get(name, "cpu"),
             None if order is None else tuple(order),
         )
-    packs = tuple(
-        PackShape(pack.size, len(pack.header), pack.digest, pack.still, pack.turn)
-        for pack in layout.packs
-    )
-    return seal_table(Table(packs, tensors, dict(optimizers)))
+    return seal_table(Table(layout.packs, tensors, dict(optimizers)))
 
 
 def seal_table(table: Table) -> bytes:
@@ -201,14 +178,8 @@ def decode_table(data: bytes | memoryview, path: object) -> Table:
     """Parse and check a piece table; raises Corrupt."""
     value = unseal(data, path, _TABLE)
     packs = tuple(
-        PackShape(
-            pack["size"],
-            pack["header"],
-            pack["digest"],
-            pack.get("still", False),
-            pack.get("turn", 0),
-        )
-        for pack in value["packs"]
+        PackShape(p["size"], p["header"], p["digest"], p.get("still", False), p.get("turn", 0))
+        for p in value["packs"]
     )
     try:
         entries = [_entry_from_json(row, packs) for row in value["tensors"]]

@@ -167,10 +167,10 @@ class _Packs:
 
     def blocks(self, number: int) -> Iterator[memoryview]:
         """Those of a pack. Raises Corrupt where the source has other bytes than it said."""
-        pack = self.layout.packs[number]
-        self.digests[pack.digest] = digest_of(pack.header)
-        yield memoryview(pack.header)
-        at = len(pack.header)
+        pack, header = self.layout.packs[number], self.layout.headers[number]
+        self.digests[pack.digest] = digest_of(header)
+        yield memoryview(header)
+        at = pack.header
         for piece, blocks, name in sorted(
             self._members[number], key=lambda row: (row[0].offset, row[0].size)
         ):

@@ -33,9 +33,8 @@ class Memory:
         arena = Arena.create(1, documents_bytes, layout.size)
         arena.set_state(0, SlotState.CAPTURING)
         found = cls(arena, 0, parse(document).table)
-        for memory, pack in zip(found._packs, layout.packs, strict=True):
-            header = torch.frombuffer(bytearray(pack.header), dtype=torch.uint8)
-            memory[: len(pack.header)] = header
+        for memory, header in zip(found._packs, layout.headers, strict=True):
+            memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return found
 
     @property

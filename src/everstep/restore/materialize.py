@@ -124,11 +124,11 @@ def packs_of(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> Iterator[li
     rows: list[list[tuple[int, torch.Tensor]]] = [[] for _ in layout.packs]
     for spec, piece in zip(layout.specs, layout.pieces, strict=True):
         rows[piece.pack].append((piece.offset, tensors[spec.entry]))
-    for pack, members in zip(layout.packs, rows, strict=True):
-        views = [memoryview(pack.header)]
+    for pack, header, members in zip(layout.packs, layout.headers, rows, strict=True):
+        views = [memoryview(header)]
         members.sort(key=lambda row: (row[0], row[1].nbytes))
         large = [row for row in members if row[1].nbytes >= ALIGNED_FROM_BYTES]
-        at = len(pack.header)
+        at = pack.header
         for offset, tensor in large:
             views += [memoryview(bytes(offset - at)), bytes_of(tensor).numpy().data]
             at = offset + tensor.nbytes
