@@ -50,10 +50,11 @@ class Still:
         self._news = 0
         self._last: tuple[ref[Walk], int, frozenset[str]] | None = None
 
-    def hear(self, names: list[str], *, are_still: bool) -> None:
-        """The keeper has compared these entries with those of the state before. Any thread."""
-        for name in names:
-            self._told[name] = are_still and self._told.get(name, True)
+    def hear(self, seen: Mapping[str, bool]) -> None:
+        """The keeper has compared these entries with those of the state before: whether they are
+        still. Any thread."""
+        for name, is_still in seen.items():
+            self._told[name] = is_still and self._told.get(name, True)
         self._news += 1
 
     def look(self, walk: Walk) -> frozenset[str]:

@@ -215,7 +215,7 @@ class Saves:
         elif message["type"] == "found":
             self._pool.notify()
         elif message["type"] == "still":
-            self.still.hear(message["names"], are_still=message["are_still"])
+            self.still.hear(message["seen"])
         elif message["type"] == "level":
             self._on_level(message)
         elif message["type"] in ("replica", "whole", "no_replica"):

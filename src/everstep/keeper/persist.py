@@ -25,7 +25,7 @@ from everstep.keeper.data import Data
 from everstep.keeper.existing import CALL, check_same
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import GivenUp
-from everstep.keeper.still import NOTHING_SEEN, find_kept
+from everstep.keeper.still import Seen, find_kept
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
 from everstep.tiers.tier import Tier
@@ -284,7 +284,8 @@ class Save:
             encoded = encode_manifest(manifest)
             commit.publish(disk, manifest, encoded, tables)
             self.digest = digest_of(encoded)
-        seen, warning = NOTHING_SEEN, None
+        seen: Seen = {}
+        warning = None
         if not self._exists and (share or not manifest.previous):
             seen = self._data.note_durable()
         if is_whole := share is None or share.publishes:

@@ -326,10 +326,9 @@ class Session:
             "bytes": outcome.bytes,
             "seconds": outcome.seconds,
         }
-        for names, are_still in (outcome.seen.noisy, False), (outcome.seen.still, True):
-            rows = [(name, len(name)) for name in names if len(name) <= TEXT_MAX]
-            for some in in_groups(rows, TEXT_MAX):
-                self.tell({"type": "still", "names": some, "are_still": are_still})
+        rows = [(row, len(row[0]) + 1) for row in outcome.seen.items() if len(row[0]) <= TEXT_MAX]
+        for some in in_groups(rows, TEXT_MAX):
+            self.tell({"type": "still", "seen": dict(some)})
         self._end(job, SlotState.DONE, message)
 
     def _end(self, job: Job, state: SlotState, message: wire.Message) -> None:

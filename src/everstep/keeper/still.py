@@ -28,15 +28,9 @@ Content = tuple[int | str, ...]
 """Size of a pack, and its digests: that of its header, then one for each 4 MiB of its pieces."""
 
 
-class Seen(NamedTuple):
-    """What digests have told of some tensors, by their entries: they have changed though they lie
-    in a still pack; they have not, twice in a row, and lie in another one."""
-
-    noisy: list[str]
-    still: list[str]
-
-
-NOTHING_SEEN = Seen([], [])
+Seen = Mapping[str, bool]
+"""What digests have told of some tensors, by their entries. True: they have not changed, twice in a
+row, and lie in no still pack; False: they have, and lie in one."""
 
 
 class _Last(NamedTuple):
@@ -102,8 +96,8 @@ class StillPacks:
             del self._last[oldest]
         has_still = any(pack.still for pack in table.packs)
         if last is None or not (has_still or any(map(eq, last.digests, digests))):
-            return NOTHING_SEEN
-        noisy, quiet, fresh = list[str](), set[str](), list[str]()
+            return {}
+        noisy, fresh, quiet = dict[str, bool](), dict[str, bool](), set[str]()
         size = fresh_size = 0
         for name, entry in table.tensors.items():
             for piece in entry.pieces:
@@ -111,15 +105,15 @@ class StillPacks:
                 own = slice(piece.digest, piece.digest + chunk_count(piece.size))
                 is_still = table.packs[piece.pack].still
                 size += piece.size
-                if last.digests[own] != digests[own]:
-                    noisy += [called] if is_still else []
-                    continue
-                quiet.add(called)
-                if not is_still and called in last.quiet:
-                    fresh.append(called)
-                    fresh_size += piece.size
+                if last.digests[own] == digests[own]:
+                    quiet.add(called)
+                    if not is_still and called in last.quiet:
+                        fresh[called] = True
+                        fresh_size += piece.size
+                elif is_still:
+                    noisy[called] = False
         self._last[document] = _Last(digests, quiet)
-        return Seen(noisy, fresh if fresh_size >= _SHARE_MIN * size else [])
+        return noisy | fresh if fresh_size >= _SHARE_MIN * size else noisy
 
     def note(self, content: Content, link: FileLink) -> None:
         """This file has it."""

@@ -13,7 +13,7 @@ from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import THREADS, Base, Encoder
 from everstep.keeper.measured import Speed
-from everstep.keeper.still import NOTHING_SEEN, Seen, StillPacks
+from everstep.keeper.still import Seen, StillPacks
 from everstep.store import retain
 from everstep.store.names import manifest_path
 from everstep.tiers.tier import Tier
@@ -36,7 +36,7 @@ class Outcome:
     warning: str | None = None
     is_part: bool = False
     takes_replay: bool = False
-    seen: Seen = NOTHING_SEEN
+    seen: Seen = field(default_factory=dict)
     is_routed: bool = False
 
 
