@@ -3,12 +3,11 @@ from what the records say, their class, which must be torch's own, and their hyp
 """
 
 from collections.abc import Mapping, Sequence, Set
-from typing import Any
 
 import torch
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.global_tensors import Described, Version, optimizers_of
+from everstep.format.global_tensors import Described, Version
 from everstep.format.tables import TensorEntry
 from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.replay import redo
@@ -22,8 +21,8 @@ from everstep.sharding.layout import LocalBox
 from everstep.sharding.redundancy import OFFLOADED
 from everstep.sharding.topology import ALONE
 from everstep.sharding.world import World
-from everstep.state.objects import decode
-from everstep.state.optimizers import OptimizerState, install
+from everstep.state.optimizers import OptimizerState
+from everstep.state.placement import Placement, Saved
 
 
 class Rebuilt:
@@ -47,12 +46,16 @@ class Rebuilt:
         self._optimized = chain.optimized
         self._logs = {_key_of(log): log for log in chain.logs}
         with torch.device("cpu"):
+            placement = Placement(Saved.of(chain.base))
             wanted = _places(chain.base.tensors)
             self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
             classes = {call["optimizer"]: call["class"] for call in chain.calls}
             if goes_on:
                 classes |= chain.last.manifest.classes
-            self._optimizers = self._built(classes)
+            self._optimizers = self._built(classes, placement)
+            placement.check(chain.base.manifest.step, candidate.disk.root)
+            for name, row in placement.destinations.items():
+                wanted[name], self._tensors[name] = row, row[1][0].tensor
             self._records = Records(
                 candidate,
                 chain,
@@ -64,6 +67,7 @@ class Rebuilt:
             with self._records as records:
                 records.check()
                 fill(candidate, chain.base.versions, wanted, loader)
+                placement.finish()
                 for loaded in records:
                     redo(loaded, self._optimizers)
                     del loaded
@@ -100,20 +104,24 @@ class Rebuilt:
                         found[f"{optimizer.name}.{parameter_name}.{key}"] = value
         return found
 
-    def _built(self, classes: Mapping[str, str]) -> dict[str, OptimizerState]:
-        """Optimizers of these classes, by name, as they are at the base once it is filled."""
-        tables = optimizers_of(self._base.tables)
+    def _built(self, classes: Mapping[str, str], placement: Placement) -> dict[str, OptimizerState]:
+        """Optimizers of these classes, by name, as they are at the base once that is placed."""
+        tables = placement.saved.optimizers
         if lost := sorted(classes.keys() - tables.keys()):
             raise Corrupt(
                 f"replaying {self._candidate.name}: its base has no optimizer {lost[0]!r}"
             )
-        rows = enumerate(classes.items())
-        return {key: self._optimizer(key, kind, i, tables[key]) for i, (key, kind) in rows}
+        found = {}
+        for index, (key, kind) in enumerate(classes.items()):
+            found[key] = self._optimizer(key, kind, index, tables[key]["groups"])
+            found[key].prepare(placement)
+        return found
 
     def _optimizer(
-        self, name: str, kind: str, index: int, table: Mapping[str, Any]
+        self, name: str, kind: str, index: int, of_parameters: Mapping[str, int]
     ) -> OptimizerState:
-        manifest, tensors = self._base.manifest, self._tensors
+        """`of_parameters`: by name, the group of each."""
+        tensors = self._tensors
         module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
         cls = getattr(torch.optim, class_name, None)
         if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
@@ -121,14 +129,14 @@ class Rebuilt:
                 f"replaying without the program: {name!r} is a {kind}, and only torch's own "
                 f"optimizers can be built then. Restore the whole step there instead"
             )
-        sets = manifest.hyperparameters[name]
+        sets = self._base.manifest.hyperparameters[name]
         if any(values.get("capturable") for values in sets):
             raise Unsupported(
                 f"replaying without the program: {name!r} is capturable, and torch steps such an "
                 f"optimizer on a GPU only. Restore the whole step there instead"
             )
         members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
-        for parameter, number in table["groups"].items():
+        for parameter, number in of_parameters.items():
             members[number].append(parameter)
             leaf = tensors[parameter]
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
@@ -139,24 +147,8 @@ class Rebuilt:
         if kind.startswith(OFFLOADED):
             optimizer = OffloadedOptimizer(cls, groups)
             optimizer.in_process = True
-
-        def tensor(key: str, _: str) -> torch.Tensor:
-            return tensors[key]
-
-        for group, values in zip(optimizer.param_groups, sets, strict=True):
-            install(group, {key: decode(value, tensor) for key, value in values.items()})
-        plain = (manifest.objects.get(name) or {}).get("state", {})
-        optimizer.state.clear()
-        for parameter in table["groups"]:
-            state = {
-                key: tensors[f"{name}.{parameter}.{key}"]
-                for key in table["state"].get(parameter, ())
-            }
-            state |= decode(plain[parameter], tensor) if parameter in plain else {}
-            if state:
-                optimizer.state[tensors[parameter]] = state
         found = OptimizerState(name, optimizer, index)
-        found.parameter_names = {id(tensors[parameter]): parameter for parameter in table["groups"]}
+        found.parameter_names = {id(tensors[parameter]): parameter for parameter in of_parameters}
         return found
 
     def _fill_rest(
