@@ -185,12 +185,10 @@ class Metrics:
     """From the call to the commit, of the newest 1000 saves."""
     replica_step: int | None = None
     """Of a log's replica: the newest step that it is known to have come to; the processor time that
-    its process has taken; how often it failed; and of the bases that it wrote, how many, and the
-    newest one's step."""
+    its process has taken; how often it failed; and how many bases it wrote."""
     replica_seconds: float = 0.0
     replica_failures: int = 0
     replica_bases: int = 0
-    whole_step: int | None = None
     tiers: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)
     """By level ("remote", "replicated"): what went to that tier so far (copied, given_up, bytes,
     seconds, waiting, newest), as of the newest step that reached it or never will."""

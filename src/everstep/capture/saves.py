@@ -218,7 +218,7 @@ class Saves:
             self.still.hear(message["seen"])
         elif message["type"] == "level":
             self._on_level(message)
-        elif message["type"] in ("replica", "whole", "no_replica"):
+        elif message["type"] in ("replica", "no_replica"):
             self._on_replica(message)
 
     def _on_level(self, message: Message) -> None:
@@ -253,9 +253,7 @@ class Saves:
         if message["type"] == "replica":
             metrics.replica_step = message["name"] and message["name"][0]
             metrics.replica_seconds = message["seconds"]
-        elif message["type"] == "whole":
-            metrics.replica_bases += 1
-            metrics.whole_step = message["step"]
+            metrics.replica_bases += message["has_base"]
         else:
             metrics.replica_failures += 1
             metrics.last_error = message["message"]

@@ -109,8 +109,8 @@ _Reply = tuple[wire.Message, list[int]] | None
 class Client:
     """A trainer's attachment to the keeper of its store. Methods may be called from any thread.
 
-    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed"), and of
-    steps that were made "whole", or "not_whole", in a thread of the client's own; {"type": "lost",
+    `on_event` gets the keeper's messages about jobs ("held", "written", "local", "failed"), and
+    about a log's "replica", or "no_replica", in a thread of the client's own; {"type": "lost",
     "message": ..., "is_final": ...} each time that no keeper can be had, and {"type": "found"}
     where one can be had again. "is_final": what is on its way shall wait for none any longer. After
     a keeper's death messages about a job may come again.

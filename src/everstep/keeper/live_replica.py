@@ -165,16 +165,13 @@ class LiveReplica:
             case {"type": "lent"}:
                 self._take(fds)
                 self._wake()
-            case {"type": "at", "name": name}:
+            case {"type": "replica", "name": name, "has_base": has_base}:
                 with self._lock:
                     self._failures = 0
                     self._has_come = name is not None
-                self._tell({**message, "type": "replica"})
-            case {"type": "whole"}:
                 self._tell(message)
-                if self._team:
+                if has_base and self._team:
                     self._team.retain()
-                return
             case {"type": "failed", "kind": str(kind), "message": str(text)}:
                 self._fail(kind, text)
                 self._wake()
@@ -224,17 +221,11 @@ class LiveReplica:
         arenas = {arena.identity: arena for note in self._notes for arena, *_ in note.places}
         sent = [key for key, arena in arenas.items() if arena.fd >= 0 and not arena.is_spill]
         sent = sent[-wire.DESCRIPTORS_MAX :]
-        saves = [
-            [
-                *note.name,
-                [
-                    [sent.index(arena.identity), slot, sequence]
-                    for arena, slot, sequence in note.places
-                    if all(each.identity in sent for each, *_ in note.places)
-                ],
-            ]
-            for note in self._notes
-        ]
+        numbers = {key: number for number, key in enumerate(sent)}
+        saves = []
+        for name, places in self._notes:
+            rows = [[numbers.get(arena.identity), *place] for arena, *place in places]
+            saves.append([*name, [] if any(number is None for number, *_ in rows) else rows])
         self._told = self._notes[-1].name
         self._notes.clear()
         message = {"type": "follow", "saves": saves, "every": self._every}

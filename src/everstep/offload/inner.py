@@ -112,8 +112,10 @@ class Marks:
 
     def __init__(self, arena: Arena) -> None:
         start, _ = arena.range(0)
-        self._memory = arena.memory[start : start + arena.documents_size]
-        self._place = ctypes.c_uint64.from_buffer(self._memory)  # one store: all of it, or nothing
+        memory = arena.memory[start : start + arena.documents_size]
+        self._place = ctypes.c_uint64.from_buffer(memory)  # one store: all of it, or nothing
+        self.has_state = torch.frombuffer(memory, dtype=torch.bool, offset=_FLAGS_AT)
+        """Of each parameter, whether there is state."""
 
     @staticmethod
     def size(count: int) -> int:
@@ -129,19 +131,6 @@ class Marks:
     def set_place(self, step: int, position: int, *, is_saved: bool) -> None:
         """What comes next, and what is there to begin it anew."""
         self._place.value = step << 32 | position << 1 | is_saved
-
-    @property
-    def flags(self) -> bytes:
-        """Of which parameters there is state."""
-        return bytes(self._memory[_FLAGS_AT:])
-
-    def has_state(self, index: int) -> bool:
-        """Whether there is state of a parameter."""
-        return bool(self._memory[_FLAGS_AT + index])
-
-    def set_state(self, index: int, *, there: bool) -> None:
-        """That there is, or not."""
-        self._memory[_FLAGS_AT + index] = there
 
 
 class Inner:
@@ -198,7 +187,7 @@ class Inner:
         groups = [{"params": [self._masters[i] for i in row]} for row in said["groups"]]
         made = kind_of(said["kind"])(groups)
         for index in range(said["count"]):
-            if self._marks.has_state(index):
+            if self._marks.has_state[index]:
                 self._attach(made, index)
         return made
 
@@ -233,7 +222,7 @@ class Inner:
         for key, value in self._optimizer.state[master].items():
             if isinstance(value, torch.Tensor):
                 self._state.take(f"{index}.{key}", value)
-        self._marks.set_state(index, there=True)
+        self._marks.has_state[index] = True
         if f"{index}.{MASTER}" in self._state.table.tensors:
             self._weights.tensor(str(index)).copy_(master.detach())
 
@@ -250,7 +239,7 @@ class Inner:
         at = 0
         for index in indices:
             rows = [self._state.bytes(f"{index}.{key}") for key in self._keys[index]]
-            flag = torch.tensor([self._marks.has_state(index)], dtype=torch.uint8)
+            flag = self._marks.has_state[index : index + 1].view(torch.uint8)
             for row in (self._weights.bytes(str(index)), *rows, flag):
                 yield row, self._undo[at : at + len(row)]
                 at += len(row)
@@ -260,15 +249,11 @@ class Inner:
             saved.copy_(row)
 
     def _put_back(self, indices: Sequence[int]) -> None:
-        spans = iter(self._spans(indices))
+        for row, saved in self._spans(indices):
+            row.copy_(saved)
         for index in indices:
-            rows = [next(spans) for _ in range(len(self._keys[index]) + 2)]
-            for row, saved in rows:
-                row.copy_(saved)
-            had_state = bool(rows[-1][1])
-            self._marks.set_state(index, there=had_state)
             self._optimizer.state.pop(self._masters[index], None)
-            if had_state:
+            if self._marks.has_state[index]:
                 self._attach(self._optimizer, index)
 
 

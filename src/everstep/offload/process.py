@@ -33,10 +33,10 @@ class Process:
         place = {"step": self._shared.step, "position": len(self._asked)}
         self._asked.append({"type": "update", **place, "given": list(given)})
         with contextlib.suppress(OSError):  # finish() asks the next one
-            if self._connection is None:
-                self._open()
+            if self._connection:
+                wire.send(self._connection, self._asked[-1])
             else:
-                self._send(self._asked[-1])
+                self._open()
 
     def finish(self) -> None:
         """Wait until all that was asked for is done. Raises Unavailable."""
@@ -59,24 +59,20 @@ class Process:
         raise Unavailable(f"making an update: {DEATHS_MAX} processes for it have died")
 
     def _answer(self) -> wire.Message | None:
-        if self._connection is None:
-            self._open()
-        assert self._connection
-        self._send({"type": "end"})
-        received = wire.receive(self._connection)
+        connection = self._connection or self._open()
+        wire.send(connection, {"type": "end"})
+        received = wire.receive(connection)
         return received and received[0]
 
-    def _open(self) -> None:
-        self._process, self._connection = wire.start_worker("everstep.offload.worker")
+    def _open(self) -> socket.socket:
+        self._process, connection = wire.start_worker("everstep.offload.worker")
+        self._connection = connection
         said = {"type": "open", "flushes": flushes_denormals(), "trainer": os.getpid()}
         said["on_disk"] = self._shared.state.is_spill
-        wire.send(self._connection, said, self._shared.fds)
+        wire.send(connection, said, self._shared.fds)
         for message in self._asked:
-            self._send(message)
-
-    def _send(self, message: wire.Message) -> None:
-        assert self._connection
-        wire.send(self._connection, message)
+            wire.send(connection, message)
+        return connection
 
     def close(self) -> None:
         """End it, when it has made what it was asked for."""

@@ -110,12 +110,12 @@ class Shared:
     def begin(self, optimizer: Optimizer) -> bool:
         """An update: what is to be done, and what has changed of the state. Whether of other
         parameters than before there is some."""
-        before = self._marks.flags
+        before = self._marks.has_state.clone()
         for index, parameter in enumerate(self._parameters):
             self._put_state(index, optimizer.state.get(parameter, {}))
         self.step = self.step % _STEPS_MAX + 1
         self._say(optimizer)
-        return self._marks.flags != before
+        return not torch.equal(self._marks.has_state, before)
 
     def put(self, indices: Sequence[int]) -> list[int]:
         """Those of these parameters that have gradients, which are copied, with weights that have
@@ -132,7 +132,7 @@ class Shared:
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
                 local_of(parameter).copy_(self._weights.tensor(str(index)))
-            if self._marks.has_state(index) and index not in self._views:
+            if self._marks.has_state[index] and index not in self._views:
                 self._views[index] = self._view(index)
                 optimizer.state[parameter] = dict(self._views[index])
 
@@ -144,14 +144,14 @@ class Shared:
     def _put_state(self, index: int, state: dict[str, Any]) -> None:
         known = self._views.get(index, {})
         if not state and known:
-            self._marks.set_state(index, there=False)
+            self._marks.has_state[index] = False
             del self._views[index]
         for key, value in state.items():
             if known.get(key) is not value:
                 here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
                 if here.data_ptr() != local.data_ptr():
                     here.copy_(local)
-                self._marks.set_state(index, there=True)
+                self._marks.has_state[index] = True
                 self._views.pop(index, None)
 
     def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ class Shared:
             return
         self._placed.add(index)
         weights.copy_(parameter)
-        has_moved = not self._marks.has_state(index) or master is None
+        has_moved = not self._marks.has_state[index] or master is None
         if master is not None and (has_moved or not _is_same(master.to(weights.dtype), weights)):
             master.copy_(parameter)
 

@@ -99,15 +99,14 @@ class Replica:
         arena.set_state(0, SlotState.DONE)
         return arena
 
-    def write_base(self) -> Manifest:
+    def write_base(self) -> None:
         """Put its state beside the log step that it has come to. Raises Missing where retention was
         quicker, Conflict where another writer goes on from there."""
         assert self._state
         assert self.at
         commit.check_epoch(self._disk, self.at.epoch, self.at.step)
-        made = publish(self._disk, self._state.chain, self._settle(), ())
+        publish(self._disk, self._state.chain, self._settle(), ())
         self.records = self.record_bytes = 0
-        return made
 
     def drop(self) -> None:
         """Hold nothing any more."""

@@ -7,8 +7,8 @@ is gone.
 
     keeper → worker   follow: checkpoints that were committed, and where they lie in arenas
                       lend: the state is needed, by who restores
-    worker → keeper   at: it has come to there; lent: the state's arena, or nothing
-                      whole: a base was written; failed: with kind and message
+    worker → keeper   replica: it has come to there, and has written a base, or not
+                      lent: the state's arena, or nothing; failed: with kind and message
 """
 
 import contextlib
@@ -45,7 +45,6 @@ LATE_S = 2.0
 """How long it gives way with what it was asked for."""
 
 _LOOK_MS = 500
-_Jobs = dict[CheckpointName, Sequence[Job]]
 
 
 class Worker:
@@ -71,20 +70,15 @@ class Worker:
             self._send({"type": "failed", **said})
 
     def _follow(self, saves: list[Any], every: int | None, arenas: list[Arena | None]) -> None:
-        names = [CheckpointName(step, epoch) for step, epoch, _ in saves]
-        jobs: _Jobs = {}
-        for name, (_, _, places) in zip(names, saves, strict=True):
-            found = [_job(arenas[at], slot, sequence) for at, slot, sequence in places]
-            jobs[name] = [job for job in found if job]
-            if len(jobs[name]) < len(places):
-                jobs[name] = []
+        jobs = {CheckpointName(step, epoch): _jobs(arenas, places) for step, epoch, places in saves}
+        has_base = False
         with contextlib.suppress(Missing, Conflict):  # retention was quicker; or another writer
-            self._replica.follow(names[-1], jobs)
+            self._replica.follow([*jobs][-1], jobs)
             if self._is_base_due(every):
-                self._write_base()
-        at = self._replica.at
-        said = {"type": "at", "name": at, "records": self._replica.records}
-        self._send(said | {"seconds": time.process_time()})
+                self._replica.write_base()
+                has_base = True
+        said = {"name": self._replica.at, "seconds": time.process_time(), "has_base": has_base}
+        self._send({"type": "replica", **said})
 
     def _is_base_due(self, every: int | None) -> bool:
         replica = self._replica
@@ -93,17 +87,11 @@ class Worker:
         is_long = replica.record_bytes >= STATES * replica.state_bytes
         return replica.records >= EVERY_MAX or (replica.records >= EVERY_MIN and is_long)
 
-    def _write_base(self) -> None:
-        began = time.monotonic()
-        made = self._replica.write_base()
-        said = {"step": made.step, "epoch": made.epoch, "exact": made.exact, "bytes": made.size}
-        self._send({"type": "whole", **said, "seconds": time.monotonic() - began})
-
     def _lend(self) -> None:
         """At once: somebody waits for it."""
         take_share()
         arena = self._replica.lend()
-        self._send({"type": "lent", "name": self._replica.at}, [arena.fd] if arena else [])
+        self._send({"type": "lent"}, [arena.fd] if arena else [])
 
     def _arena(self, fd: int) -> Arena | None:
         """That of a trainer; None for what is none."""
@@ -145,13 +133,16 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _job(arena: Arena | None, slot: int, sequence: int) -> Job | None:
-    """The slot of a trainer's, if it still holds what was told."""
-    if arena is None or not 0 <= slot < arena.slot_count or arena.sequence_of(slot) != sequence:
-        return None
-    job = Job(arena, slot, sequence)
-    job.arrival.advance(ALL)
-    return job
+def _jobs(arenas: Sequence[Arena | None], places: list[Any]) -> list[Job]:
+    """The slots of a checkpoint, if all of them still hold it."""
+    found = []
+    for at, slot, sequence in places:
+        arena = arenas[at]
+        if arena is None or not 0 <= slot < arena.slot_count or arena.sequence_of(slot) != sequence:
+            return []
+        found.append(Job(arena, slot, sequence))
+        found[-1].arrival.advance(ALL)
+    return found
 
 
 def give_way() -> None:
