@@ -134,27 +134,14 @@ def _record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]:
+    """What a record says of a call, and of how many gradients it is."""
     gradients = [
         whole
         for name, whole in whole_tensors(tables).items()
         if is_gradient(name) and name.startswith((f"{at}.", f"{at}!."))
     ]
-    clips = [
-        {"gradients": len(clip["names"]), "foreach": bool(clip["foreach"])}
-        for clip in said.get("clips", ())
-    ]
-    return {
-        "optimizer": str(said["optimizer"]),
-        "class": str(said["class"]),
-        "gradients": len(gradients),
-        "gradient_bytes": sum(whole.spec.size for whole in gradients),
-        "clips": clips,
-        "compressed": [
-            {"form": str(found["form"]), "gradients": len(found["names"])}
-            for found in said.get("compressed", ())
-        ],
-        "sets": [dict(values) for values in said["sets"]],
-    }
+    size = sum(whole.spec.size for whole in gradients)
+    return {**said, "gradients": len(gradients), "gradient_bytes": size}
 
 
 def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str, Any]]:
@@ -296,12 +283,15 @@ def _call_texts(records: Sequence[Facts]) -> dict[str, str]:
 
 
 def _call_text(call: Facts) -> str:
-    clipped = sum(clip["gradients"] for clip in call["clips"])
+    clipped = sum(len(clip["names"]) for clip in call.get("clips", ()))
     words = [
         text.clean(call["class"]),
         f"{text.plural(call['gradients'], 'gradient')}, {text.size(call['gradient_bytes'])}",
         f"{clipped:,} from before clipping, with its coefficient" if clipped else "",
-        *(f"{each['gradients']:,} compressed ({each['form']})" for each in call["compressed"]),
+        *(
+            f"{len(each['names']):,} compressed ({each['form']})"
+            for each in call.get("compressed", ())
+        ),
     ]
     return " · ".join(text.clean(word) for word in words if word)
 

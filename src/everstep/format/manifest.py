@@ -92,6 +92,8 @@ _MANIFEST = {
     "streams?": {str: _STREAM},
     "index?": INDEX,
 }
+_IF_ANY = ("replaces_log", "ranks", "streams", "index")
+"""Members that are left out where there is nothing to say."""
 
 
 class CheckpointName(NamedTuple):
@@ -321,39 +323,17 @@ class Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """The sealed manifest."""
     previous = manifest.previous
-    streams = {name: stream.to_json() for name, stream in manifest.streams.items()}
-    return seal(
-        {
-            "format": FORMAT_VERSION,
-            "step": manifest.step,
-            "epoch": manifest.epoch,
-            "run": manifest.run,
-            "created": manifest.created,
-            "parent": manifest.parent,
-            "exact": manifest.exact,
-            **({"replaces_log": True} if manifest.replaces_log else {}),
-            "tag": manifest.tag,
-            "metrics": manifest.metrics,
-            "topology": manifest.topology,
-            "capture": manifest.capture,
-            "parts": [part_to_json(part) for part in manifest.parts],
-            "previous": asdict(previous) if previous else None,
-            "records": [
-                {
-                    "step": record.step,
-                    "calls": record.calls,
-                    **({"derived": record.derived} if record.derived else {}),
-                    **_record_parts(manifest, record),
-                }
-                for record in manifest.records
-            ],
-            "hyperparameters": manifest.hyperparameters,
-            "objects": manifest.objects,
-            **({"ranks": manifest.ranks} if manifest.ranks else {}),
-            **({"streams": streams} if streams else {}),
-            **({"index": manifest.index.to_json()} if manifest.index else {}),
-        }
-    )
+    keys = (key.removesuffix("?") for key in _MANIFEST)
+    members: dict[str, Any] = {key: getattr(manifest, key) for key in keys}
+    members |= {
+        "parts": list(map(part_to_json, manifest.parts)),
+        "previous": asdict(previous) if previous else None,
+        "records": [_record_to_json(manifest, record) for record in manifest.records],
+        "streams": {name: stream.to_json() for name, stream in manifest.streams.items()},
+        "index": manifest.index and manifest.index.to_json(),
+    }
+    said = {key: each for key, each in members.items() if each or key not in _IF_ANY}
+    return seal({"format": FORMAT_VERSION, **said})
 
 
 @uncollected
@@ -433,14 +413,17 @@ def check_follows(manifest: Manifest, name: object) -> None:
         raise Corrupt(f"reading the manifest of {name}: it is neither a state nor a log of one")
 
 
-def _record_parts(manifest: Manifest, record: Record) -> dict[str, Any]:
-    """As a record names them: of a spread state the number of the one that holds it beside its
-    pieces."""
+def _record_to_json(manifest: Manifest, record: Record) -> dict[str, Any]:
+    """As it stands in a manifest: of a spread state with the number of the part that holds it
+    beside its pieces."""
+    said: dict[str, Any] = {"step": record.step, "calls": record.calls}
+    if record.derived:
+        said["derived"] = record.derived
     if len(record.parts) > 1:
-        return {"parts": [part_to_json(part) for part in record.parts]}
+        return {**said, "parts": list(map(part_to_json, record.parts))}
     if not manifest.parts:
-        return {"part": part_to_json(record.part)}
-    return {"part": next(i for i, part in enumerate(manifest.parts) if part is record.part)}
+        return {**said, "part": part_to_json(record.part)}
+    return {**said, "part": next(i for i, p in enumerate(manifest.parts) if p is record.part)}
 
 
 def _record_from_json(value: Mapping[str, Any], parts: Sequence[Part]) -> Record:
