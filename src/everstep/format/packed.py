@@ -59,16 +59,16 @@ def encoded_chunks(part: Part, table: Table) -> dict[int, Encoded]:
     }
 
 
-def content_digests(part: Part, table: Table) -> list[str | None]:
-    """The digests of the raw bytes of a part's chunks, in their order; None where one is not
-    known."""
+def content_digests(part: Part, table: Table) -> dict[int, str | None]:
+    """The digests of the raw bytes of a part's chunks, by the index of those of what is stored;
+    None where one is not known."""
     encoded = encoded_chunks(part, table)
     headers = {pack.digest for pack in table.packs}
-    return [
-        encoded[index].content if index in encoded else digest
+    return {
+        index: encoded[index].content if index in encoded else digest
         for index, digest in enumerate(part.digests)
         if index not in headers
-    ]
+    }
 
 
 def header(size: int) -> bytes:

@@ -145,20 +145,20 @@ class Chain:
         rows: dict[str, tuple[TensorEntry, Described]] = {}
         for described in (self.base, *self.logs):
             rows |= {name: (whole, described) for name, whole in described.tensors.items()}
-        last, known = _referred(self.last.manifest), dict[int, set[str]]()
+        last, known = objects_tensors(self.last.manifest), dict[int, set[str]]()
 
         def is_there(name: str, whole: TensorEntry, described: Described) -> bool:
             if described is self.last or not names.isdisjoint((name, *whole.aliases)):
                 return True
             if id(described) not in known:
-                known[id(described)] = _referred(described.manifest)
+                known[id(described)] = objects_tensors(described.manifest)
             return name in last or name not in known[id(described)]
 
         tensors = {name: row[0] for name, row in rows.items() if is_there(name, *row)}
         return replace(Saved.of(self.last), tensors=tensors)
 
 
-def _referred(manifest: Manifest) -> set[str]:
+def objects_tensors(manifest: Manifest) -> set[str]:
     """The tensors to which its objects refer."""
     own = (each["value"] for rank in manifest.ranks for each in rank.values())
     return set(references([manifest.objects, manifest.hyperparameters, *own]))

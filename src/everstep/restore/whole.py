@@ -18,11 +18,11 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.global_tensors import Version
 from everstep.format.manifest import CheckpointName, Manifest
-from everstep.format.packed import encoded_chunks
+from everstep.format.packed import content_digests
 from everstep.format.packs import Spec, chunk_count, in_groups
 from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
-from everstep.restore.chain import Chain
+from everstep.restore.chain import Chain, objects_tensors
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, gathered
 from everstep.restore.load import Loader
@@ -30,7 +30,6 @@ from everstep.restore.rebuild import rebuilt
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.topology import adopted
-from everstep.state.objects import references
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -86,9 +85,7 @@ class Whole:
     def weights(self) -> dict[str, TensorEntry]:
         """The tensors of models: neither optimizers' own nor in an object, but for those objects
         that are part of a model's state_dict."""
-        said = self.manifest
-        own = [each["value"] for rank in said.ranks for each in rank.values()]
-        referred = set(references([said.objects, said.hyperparameters, *own]))
+        referred = objects_tensors(self.manifest)
         own_state = tuple(f"{optimizer}." for optimizer in self.optimizers)
         known = {
             name: each for name, each in self.entries.items() if not name.startswith(own_state)
@@ -211,13 +208,11 @@ class Whole:
         for version in self._versions if self._replayed is None else ():
             here: dict[str, dict[Box, tuple[str | None, ...]]] = {}
             for part, table in version:
-                encoded = encoded_chunks(part, table)
+                known = content_digests(part, table)
                 for name, entry in table.tensors.items():
                     for piece in entry.pieces:
                         numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
-                        here.setdefault(name, {})[piece.box] = tuple(
-                            encoded[n].content if n in encoded else part.digests[n] for n in numbers
-                        )
+                        here.setdefault(name, {})[piece.box] = tuple(known[n] for n in numbers)
             found |= here
         return found
 
