@@ -192,17 +192,16 @@ class Data:
         self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, Stored]]] = []
         is_packed = bool(self._encoding.encoders)
-        self._moving = [number for number, shape in enumerate(shapes) if not shape.still]
-        others = set(range(len(shapes))) - self._links.keys()
-        self._begin_digests(others - set(self._moving if is_packed else ()))
+        self._moving = {n for n, shape in enumerate(shapes) if is_packed and not shape.still}
+        """The packs of which chunks are encoded."""
+        self._begin_digests(set(range(len(shapes))) - self._links.keys() - self._moving)
 
     def write(self, name: CheckpointName) -> None:
         """Write the files of a checkpoint; they are durable after `sync`, and when the entries of
         `new` are. After an error the caller discards them."""
         token = token_hex(4)
-        if self._encoding.encoders:
-            for number in self._moving:
-                self._write_packed(names.pack_path(name, token, number), number)
+        for number in sorted(self._moving):
+            self._write_packed(names.pack_path(name, token, number), number)
         began = time.monotonic()
         for number, pack in self._new():
             path = names.pack_path(name, token, number)
@@ -229,7 +228,7 @@ class Data:
         all of it has arrived, and is digested."""
         writer, shapes = self._writer, self._image.parsed.table.packs
         for number, pack in enumerate(self._image.packs):
-            if self._kept and number in self._kept.steps:
+            if number in self._moving or number in self._links:
                 continue
             if shapes[number].still:
                 with self._waiting():
@@ -237,8 +236,7 @@ class Data:
                 if link := writer.still.find(writer.disk, content, writer.parent):
                     self._links[number] = link
                     continue
-            if shapes[number].still or not self._encoding.encoders:
-                yield number, [segment.view for segment in pack]
+            yield number, [segment.view for segment in pack]
 
     def _wait(self, pack: int, end: int) -> None:
         with self._waiting():
@@ -275,9 +273,9 @@ class Data:
     def part(self, step: int) -> Part:
         """What the manifest says of them, written or not; blocks until all is digested."""
         shapes = self._image.parsed.table.packs
-        if self._encoding.encoders and len(self._links) < len(shapes):  # memory has it raw
-            self._encoding.encoders, self._packed = {}, {}
+        if self._moving and len(self._links) < len(shapes):  # memory has it raw
             self._begin_digests(self._moving)
+            self._moving, self._packed = set(), {}
         links = tuple(
             self._links.get(number) or FileLink(f"{names.DATA}/unwritten", shape.size)
             for number, shape in enumerate(shapes)
@@ -285,7 +283,7 @@ class Data:
         stored = self._stored()
         digests = tuple(each.digest for each in stored)
         part = Part(0, commit.table_link(self.document), links, digests, step)
-        if not self._encoding.encoders:
+        if not self._moving:
             return part
         rows = (Encoded(i, each.codec, each.content) for i, each in enumerate(stored) if each.codec)
         before, lengths = self._before(stored), tuple(each.size for each in stored)

@@ -8,7 +8,7 @@ stands for all. They are taken only where the link is so slow that anything can 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from everstep.codecs.rounded import DTYPES, SOURCE, is_rounded, rounded
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Previous
-from everstep.format.packs import Piece, chunks
+from everstep.format.packs import Piece, Spec, chunks
 from everstep.format.tables import Extent, Table
 from everstep.keeper.measured import FreeCores
 
@@ -321,35 +321,32 @@ def find_masters(table: Table, view: View, size_min: int) -> dict[int, Master]:
     names), by their digests; of pieces of at least `size_min` bytes, which have the same box. Told
     from a few elements, and proven where it is used. Blocks until all has arrived, if there can be
     any. Raises Unsupported where it never will."""
-    copies = [row for dtype in DTYPES for row in _pieces(table, dtype, size_min)]
+    copies = _pieces(table, DTYPES, size_min)
     if not copies:
         return {}
     known: dict[tuple[Box, str, bytes], tuple[str, Piece]] = {}
-    for name, _, piece in _pieces(table, SOURCE, 2 * size_min):
-        some = memoryview(b"".join(_elements(view, piece, 4)))
+    for spec, piece in _pieces(table, (SOURCE,), 2 * size_min):
+        some = memoryview(_elements(view, piece, 4))
         for dtype in DTYPES:
-            known.setdefault((piece.box, dtype, bytes(rounded(some, dtype))), (name, piece))
+            known.setdefault((piece.box, dtype, bytes(rounded(some, dtype))), (spec.name, piece))
     found = {}
-    for _, dtype, piece in copies:
-        if row := known.get((piece.box, dtype, b"".join(_elements(view, piece, 2)))):
+    for spec, piece in copies:
+        if row := known.get((piece.box, spec.dtype, _elements(view, piece, 2))):
             name, master = row
             for number, (start, size) in enumerate(chunks(piece.size)):
                 at = master.offset + 2 * start
                 elements = Extent(master.pack, at, 2 * size, master.digest, "")
-                found[piece.digest + number] = Master(name, dtype, elements)
+                found[piece.digest + number] = Master(name, spec.dtype, elements)
     return found
 
 
-def _pieces(table: Table, dtype: str, size_min: int) -> Iterator[tuple[str, str, Piece]]:
-    for name, entry in table.tensors.items():
-        if entry.spec.dtype == dtype:
-            for piece in entry.pieces:
-                if piece.size >= size_min:
-                    yield name, dtype, piece
+def _pieces(table: Table, dtypes: Sequence[str], size_min: int) -> list[tuple[Spec, Piece]]:
+    entries = (entry for entry in table.tensors.values() if entry.spec.dtype in dtypes)
+    return [(e.spec, piece) for e in entries for piece in e.pieces if piece.size >= size_min]
 
 
-def _elements(view: View, piece: Piece, item_size: int) -> Iterator[memoryview]:
+def _elements(view: View, piece: Piece, item_size: int) -> bytes:
     """Some, at even distances."""
     whole = view(Extent(piece.pack, piece.offset, piece.size, piece.digest, ""))
     step = piece.size // item_size // _ITEMS * item_size
-    return (whole[at * step : at * step + item_size] for at in range(_ITEMS))
+    return b"".join(whole[at * step : at * step + item_size] for at in range(_ITEMS))

@@ -13,7 +13,7 @@ of Vogels et al., PowerSGD (NeurIPS 2019), which are still read.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import accumulate
@@ -225,6 +225,11 @@ class _Bucket:
         shape, strides = tuple(parameter.shape), parameter.stride()
         return shape, strides if is_dense(shape, strides) else _row_major(shape)
 
+    def shaped(self, sent: Tensor) -> Iterator[Tensor]:
+        """What was sent of each gradient, one behind the other as in `buffer`, in its shape."""
+        for position, start in enumerate(self.starts):
+            yield sent.as_strided(*self.layout_of(position), start)
+
     def note(self, position: int, kind: Kind, tensor: Tensor, beside: Tensor | None = None) -> None:
         """That gradient was made of this; of no use to a record where it is not smaller."""
         size = tensor.nbytes + (0 if beside is None else beside.nbytes)
@@ -305,9 +310,8 @@ class _Cast(Compression):
         sent = bucket.buffer.to(_CASTS[self._kind]).div_(self._group.size())
 
         def widen() -> Tensor:
-            for position, start in enumerate(bucket.starts):
-                shape, strides = bucket.layout_of(position)
-                bucket.note(position, "cast", sent.as_strided(shape, strides, start))
+            for position, own in enumerate(bucket.shaped(sent)):
+                bucket.note(position, "cast", own)
             return bucket.buffer.copy_(sent)
 
         return dist.all_reduce(sent, group=self._group, async_op=True), widen
@@ -340,14 +344,10 @@ class _Int8(Compression):
         means = scales / self._group.size()
 
         def widen() -> Tensor:
-            for position, start in enumerate(bucket.starts):
-                shape, strides = bucket.layout_of(position)
-                levels = sent.as_strided(shape, strides, start)
+            for position, levels in enumerate(bucket.shaped(sent)):
                 bucket.note(position, "int8", levels, means[position])
-                flat = sent.narrow(0, start, bucket.pieces[position].numel())
-                bucket.pieces[position].copy_(
-                    _dequantized(flat, means[position], bucket.buffer.dtype)
-                )
+                piece, flat = bucket.pieces[position], flat_of(levels)
+                piece.copy_(_dequantized(flat, means[position], piece.dtype))
             return bucket.buffer
 
         return dist.all_reduce(sent, group=self._group, async_op=True), widen
