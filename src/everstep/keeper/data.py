@@ -255,10 +255,9 @@ class Data:
 
     def note_durable(self) -> Seen:
         """What does not change is named by later checkpoints. Returns what is seen of that."""
-        for number, content in self._contents.items():
-            self._writer.still.note(content, self._links[number])
-        parsed = self._image.parsed
-        return self._writer.still.compare(parsed.document, parsed.table, self._content)
+        parsed, still = self._image.parsed, self._writer.still
+        still.note(self._contents, self._links)
+        return still.compare(parsed.document, parsed.table, self._content)
 
     @property
     def new(self) -> tuple[FileLink, ...]:

@@ -115,10 +115,11 @@ class StillPacks:
         self._last[document] = _Last(digests, quiet)
         return noisy | fresh if fresh_size >= _SHARE_MIN * size else noisy
 
-    def note(self, content: Content, link: FileLink) -> None:
-        """This file has it."""
-        self._known.pop(content, None)
-        self._known[content] = link
+    def note(self, found: Mapping[int, Content], packs: Mapping[int, FileLink]) -> None:
+        """These files have it, by the numbers of packs."""
+        for number, content in found.items():
+            self._known.pop(content, None)
+            self._known[content] = packs[number]
         for oldest in list(self._known)[:-_KNOWN_MAX]:
             del self._known[oldest]
 
@@ -140,8 +141,7 @@ class StillPacks:
             log.info("looking for what has not changed since %s: %s", name, error)
             return
         for part, table in zip(base.parts, tables, strict=True):
-            for number, content in contents(table, part.digests).items():
-                self.note(content, part.packs[number])
+            self.note(contents(table, part.digests), dict(enumerate(part.packs)))
 
 
 def contents(table: Table, digests: Sequence[str]) -> dict[int, Content]:

@@ -132,15 +132,6 @@ def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
             raise Unsupported(f"updates of {state.name!r} may come from a CUDA graph, unseen")
 
 
-def local_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient. Raises Unsupported where that is not here, or sparse."""
-    if gradient.layout is not torch.strided:
-        raise Unsupported(f"the gradient of {name!r} is sparse, which no record holds")
-    if (part := part_of(gradient, parameter)) is None:
-        raise Unsupported(f"the gradient of {name!r} is placed otherwise than the parameter")
-    return part
-
-
 def part_here(
     name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str
 ) -> torch.Tensor:
@@ -151,12 +142,14 @@ def part_here(
         # torch replicates those of embeddings that are cut.
         why = f"is placed otherwise than the parameter, and what {kind} makes of it depends on that"
         raise Unsupported(f"the gradient of {name!r} {why}")
-    gradient = local_gradient(name, parameter, gradient)
-    why = ""
-    if not fills_memory(gradient):
-        why = "has gaps or overlaps in memory (an expanded tensor?), on which sums depend"
-    elif type(gradient) is not torch.Tensor:
-        why = f"is a {type(gradient).__name__}"
-    if why:
-        raise Unsupported(f"the gradient of {name!r} {why}")
-    return gradient
+    why = "is sparse, which no record holds"
+    if gradient.layout is torch.strided:
+        if (part := part_of(gradient, parameter)) is None:
+            why = "is placed otherwise than the parameter"
+        elif not fills_memory(part):
+            why = "has gaps or overlaps in memory (an expanded tensor?), on which sums depend"
+        elif type(part) is not torch.Tensor:
+            why = f"is a {type(part).__name__}"
+        else:
+            return part
+    raise Unsupported(f"the gradient of {name!r} {why}")

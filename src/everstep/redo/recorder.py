@@ -29,7 +29,6 @@ from everstep.redo import clipping, compression
 from everstep.redo.allowed import (
     Overwritten,
     check_graphs,
-    local_gradient,
     part_here,
 )
 from everstep.redo.ambient import autocast_now, drawn_since, generators_now
@@ -352,7 +351,7 @@ class Recorder:
                 call.tensors |= source.tensors(call.at, name)
             elif isinstance(source, torch.Tensor):  # nobody else writes to it
                 key = raw_name(call.at, name) if is_dtensor(source) else f"{call.at}.{name}"
-                call.tensors[key] = local_gradient(name, parameter, source)
+                call.tensors[key] = part_here(name, parameter, source, call.said["class"])
             else:
                 key = f"{call.at}.{name}"
                 call.tensors[key], call.plain[key] = part.detach(), parameter

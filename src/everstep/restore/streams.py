@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-import torch
-
 from everstep.format.manifest import Part, Stream
 from everstep.format.packs import chunks
 from everstep.format.streams import TENSOR, Row, rows_by_name
+from everstep.restore.buffer_pool import empty
 from everstep.restore.choose import Candidate
+from everstep.sharding.leaves import bytes_of
 from everstep.store import catalog
 from everstep.store.read import read_chunk
 from everstep.tiers.files import Source
@@ -30,13 +30,9 @@ def read_stream(candidate: Candidate, stream: Stream) -> Iterator[tuple[str, Ite
 
 def _read(sources: Sequence[Source], part: Part, row: Row) -> Any:
     (piece,) = row.entry.pieces
-    view = memoryview(bytearray(piece.size))
+    tensor = empty(row.entry)
+    view: memoryview = bytes_of(tensor).numpy().data
     for index, (start, size) in enumerate(chunks(piece.size)):
         chunk, digest = view[start : start + size], part.digests[piece.digest + index]
         read_chunk(sources, piece.offset + start, chunk, digest, f"{row.name!r} of a stream")
-    if row.kind != TENSOR:
-        return view
-    dtype = getattr(torch, row.entry.spec.dtype)
-    if not piece.size:
-        return torch.empty(row.entry.spec.shape, dtype=dtype)
-    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(row.entry.spec.shape)
+    return tensor if row.kind == TENSOR else view
