@@ -54,10 +54,8 @@ def run(args: argparse.Namespace) -> Answer:
         _plot(found, first.weights, title, args.plot)
     said = {"first": str(places[0][1]), "second": str(places[1][1])}
     shown = found.changes if args.all else _of(found.changes, first.weights)
-    return Answer(
-        said | _to_json(found, progress.seconds),
-        [text.paint(title, "title"), *_lines(found, shown)],
-    )
+    facts = said | found.to_json() | {"seconds": progress.seconds}
+    return Answer(facts, [text.paint(title, "title"), *_lines(found, shown)])
 
 
 def _plot(found: "Difference", weights: Any, title: str, path: Path) -> None:
@@ -67,20 +65,6 @@ def _plot(found: "Difference", weights: Any, title: str, path: Path) -> None:
         raise Unsupported("a picture needs matplotlib: pip install matplotlib") from error
 
     draw(_of(found.compared, weights), title, path)
-
-
-def _to_json(found: "Difference", seconds: float) -> dict[str, Any]:
-    return {
-        "changed": [change.to_json() for change in found.changes],
-        "equal": found.equal,
-        "other": {name: list(both) for name, both in found.other.items()},
-        "only_first": found.only_first,
-        "only_second": found.only_second,
-        "hyperparameters": found.hyperparameters,
-        "objects": found.objects,
-        "bytes_compared": found.bytes_compared,
-        "seconds": seconds,
-    }
 
 
 def _of(changes: Iterable["Change"], names: Container[str]) -> list["Change"]:

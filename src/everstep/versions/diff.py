@@ -5,7 +5,7 @@ Chunks that have the same digest in both are not read; of the others some are in
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import prod
 from typing import Any
@@ -52,10 +52,8 @@ class Change:
 
     def to_json(self) -> dict[str, Any]:
         """For programs. What is no number is a text."""
-        found = {"norm": self.norm, "norm_before": self.norm_before, "rms": self.rms}
-        found |= {"largest": self.largest}
-        told = {key: _told(value) for key, value in found.items()}
-        return {"name": self.name, "elements": self.elements, "changed": self.changed, **told}
+        names = "name", "elements", "changed", "norm", "norm_before", "rms", "largest"
+        return {name: _told(getattr(self, name)) for name in names}
 
 
 @dataclass(slots=True)
@@ -87,6 +85,11 @@ class Difference:
         """Whether the two are the same state."""
         sides = (self.other, self.only_first, self.only_second, self.hyperparameters, self.objects)
         return not any((self.changes, *sides))
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        said = {key: value for key, value in asdict(self).items() if key != "compared"}
+        return {"changed": [each.to_json() for each in self.changes], "equal": self.equal, **said}
 
 
 def compare(
@@ -233,5 +236,5 @@ def _changed_objects(path: str, first: Any, second: Any) -> Iterator[dict[str, A
         yield from _changed_objects(below, first.get(key), second.get(key))
 
 
-def _told(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
+def _told(value: float | str | None) -> float | str | None:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

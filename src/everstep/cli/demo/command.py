@@ -83,42 +83,28 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(title, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        logs = run_killed(killed, args.kills, progress), run_reference(reference, progress)
+        again = "the same run without interruption"
+        logs = (
+            train(killed, "training", args.kills, progress),
+            train(reference, again, 0, progress),
+        )
     return _report(args, killed, logs, console)
 
 
-def run_killed(settings: Settings, kills: int, progress: Progress) -> list[Event]:
-    """The run that is killed, started again each time, up to its last step."""
-    task = progress.add_task("training", total=settings.steps)
-    count = 0
+def train(settings: Settings, what: str, kills: int, progress: Progress) -> list[Event]:
+    """A run that is killed so often, and started again each time, up to its last step."""
+    task = progress.add_task(what, total=settings.steps)
 
     def follow(event: Event) -> None:
-        if event["event"] == "returned":
+        if event["event"] in ("restored", "trained"):
             progress.update(task, completed=event["step"])
-        elif event["event"] == "restored" and count:
-            what = f"training, killed {count} of {kills} times, went on from step {event['step']}"
-            progress.update(task, description=what, completed=event["step"])
 
     with closing(Trainer(settings, follow)) as trainer:
-        for aim in draw_aims(settings.steps, kills, settings.seed):
+        for count, aim in enumerate(draw_aims(settings.steps, kills, settings.seed), 1):
             if not trainer.kill_at(aim):
                 break
-            count += 1
-            progress.update(task, description=f"killed {count} of {kills} times, starting again")
+            progress.update(task, description=f"{what}, killed {count} of {kills} times")
             trainer.start()
-        trainer.finish()
-        return trainer.events
-
-
-def run_reference(settings: Settings, progress: Progress) -> list[Event]:
-    """The same run without checkpoints and interruption."""
-    task = progress.add_task("the same run without interruption", total=settings.steps)
-
-    def follow(event: Event) -> None:
-        if event["event"] == "trained":
-            progress.advance(task)
-
-    with closing(Trainer(settings, follow)) as trainer:
         trainer.finish()
         return trainer.events
 

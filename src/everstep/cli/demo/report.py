@@ -238,28 +238,25 @@ def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
     reached = 0
     for attempt, following in pairwise(attempts):
         reached = reached if attempt.reached is None else attempt.reached
-        kills.append(_describe(attempt, following, reached))
+        trace = [event for event in attempt.events if event["event"] in PHASES]
+        again = following.first("begin")
+        imported, built = following.first("imported"), following.first("built")
+        restored = following.first("restored") or {}
+        kill = Kill(
+            at_s=attempt.end,
+            step=trace[-1].get("step") if trace else None,
+            phase=PHASES[trace[-1]["event"]] if trace else "starting python",
+            saving=tuple(save.step for save in attempt.saves() if not save.done),
+            returned=reached,
+            restored=restored.get("step"),
+            base=restored.get("base"),
+            records=restored.get("records"),
+            again_s=again["at"] - following.begin if again else None,
+            imports_s=imported["at"] - following.begin if imported and again else None,
+            restore_s=restored["at"] - built["at"] if restored and built else None,
+        )
+        kills.append(kill)
     return tuple(kills)
-
-
-def _describe(attempt: Attempt, following: Attempt, reached: int) -> Kill:
-    trace = [event for event in attempt.events if event["event"] in PHASES]
-    again = following.first("begin")
-    imported, built = following.first("imported"), following.first("built")
-    restored = following.first("restored") or {}
-    return Kill(
-        at_s=attempt.end,
-        step=trace[-1].get("step") if trace else None,
-        phase=PHASES[trace[-1]["event"]] if trace else "starting python",
-        saving=tuple(save.step for save in attempt.saves() if not save.done),
-        returned=reached,
-        restored=restored.get("step"),
-        base=restored.get("base"),
-        records=restored.get("records"),
-        again_s=again["at"] - following.begin if again else None,
-        imports_s=imported["at"] - following.begin if imported and again else None,
-        restore_s=restored["at"] - built["at"] if restored and built else None,
-    )
 
 
 def compare_losses(
