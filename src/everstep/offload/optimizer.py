@@ -64,7 +64,7 @@ class OffloadedOptimizer(Optimizer):
         defaults = kind([torch.zeros(1, 1, requires_grad=True)], **options).defaults
         if defaults.get("differentiable") or defaults.get("capturable"):
             raise Unsupported(f"offloading a {name}: differentiable or capturable updates")
-        self.offloaded = name
+        self.offloaded, self.kind = name, cast(Any, kind)
         self.in_process = False
         """Whether updates are made here, in place: at a replay."""
         self.has_adopted = False
@@ -80,7 +80,7 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if self.in_process:
-            step_here(self, kind_of(self.offloaded))
+            step_here(self, self.kind)
             return loss
         for each in (each for group in self.param_groups for each in group["params"]):
             if each.grad is not None:
@@ -117,7 +117,7 @@ class OffloadedOptimizer(Optimizer):
             raise Unsupported("adding parameters to an OffloadedOptimizer after its first update")
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if problem := _problem_of(parameter, self.offloaded):
+            if problem := _problem_of(parameter, self.kind):
                 shape = tuple(parameter.shape)
                 raise Unsupported(f"offloading a parameter {shape} {problem}")
             if self.overlap:
@@ -152,7 +152,7 @@ class OffloadedOptimizer(Optimizer):
         where it does not fit, or this one has its own."""
         if self._shared or not _is_left(arena.fd):
             return False
-        shared = Shared(self, self.offloaded, self._states, arena)
+        shared = Shared(self, self._states, arena)
         self._shared = shared if shared.state is arena else None
         self.has_adopted = self._shared is not None
         return self.has_adopted
@@ -166,29 +166,21 @@ class OffloadedOptimizer(Optimizer):
     def _share(self) -> Shared:
         if self._shared is None or not self._shared.fits(self):
             self.close()
-            self._shared = Shared(self, self.offloaded, self._states)
+            self._shared = Shared(self, self._states)
         return self._shared
-
-
-def class_behind(optimizer: Optimizer) -> Any:
-    """That of what makes its updates."""
-    if isinstance(optimizer, OffloadedOptimizer):
-        return kind_of(optimizer.offloaded)
-    return type(optimizer)
 
 
 _REFUSED = ("LBFGS", "SparseAdam")
 _OF_WHOLE_TENSORS = ("Adafactor", "Muon")
 
 
-def _problem_of(parameter: torch.Tensor, kind: str) -> str | None:
+def _problem_of(parameter: torch.Tensor, kind: type[Optimizer]) -> str | None:
     """Why it cannot be."""
     if not parameter.is_floating_point():
         return f"of {parameter.dtype}"
     if is_dtensor(parameter):
-        found = cast(type[Optimizer], kind_of(kind))
-        if found.__name__ in _OF_WHOLE_TENSORS or not is_torchs(found):
-            return f"that is sharded over ranks: {found.__name__} may need all of it at once"
+        if kind.__name__ in _OF_WHOLE_TENSORS or not is_torchs(kind):
+            return f"that is sharded over ranks: {kind.__name__} may need all of it at once"
     elif group_size() > 1:
         return "that each rank updates whole, as in DDP. Shard the model (FSDP2)"
     return None

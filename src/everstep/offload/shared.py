@@ -2,7 +2,7 @@
 arenas (inner.py), which this side makes, and fills and reads as tensors of its parameters."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -20,7 +20,6 @@ from everstep.offload.inner import (
     Marks,
     gradient_of,
     has_master,
-    kind_of,
     options_of,
     shown,
     undo_bytes,
@@ -30,26 +29,27 @@ from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.state.objects import encode
 
+if TYPE_CHECKING:
+    from everstep.offload.optimizer import OffloadedOptimizer
+
 _DOCUMENTS_BYTES = 1 << 20
 _STEPS_MAX = 1 << 31
 
 
 class Shared:
-    """The arenas of an optimizer of the class `kind`, as the trainer sees them."""
+    """The arenas of an optimizer, as the trainer sees them."""
 
     def __init__(
-        self, optimizer: Optimizer, kind: str, states: str | None, arena: Arena | None = None
+        self, optimizer: "OffloadedOptimizer", states: str | None, arena: Arena | None = None
     ) -> None:
         """`states`: a directory, None: memory. `arena`: that of the state, where it is laid out for
         this one; else another is made. Raises Unsupported."""
-        self._kind = kind
+        self._kind = optimizer.offloaded
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
         self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
         specs = [Leaf(str(i), local_of(each)).spec for i, each in enumerate(self._parameters)]
-        states_of = [
-            _state_specs(i, each, optimizer, kind) for i, each in enumerate(self._parameters)
-        ]
+        states_of = [_state_specs(i, each, optimizer) for i, each in enumerate(self._parameters)]
         self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
         self.exchange = _arena(specs, 2)
         self._gradients = Memory(self.exchange, GRADIENTS)
@@ -212,7 +212,7 @@ def _master_bytes(parameter: torch.Tensor) -> int:
 
 
 def _state_specs(
-    index: int, parameter: torch.Tensor, optimizer: Optimizer, kind: str
+    index: int, parameter: torch.Tensor, optimizer: "OffloadedOptimizer"
 ) -> list[Spec]:
     """What an update makes of state of such a parameter: known by an update of zeros. Raises
     Unsupported where that is more than tensors."""
@@ -220,12 +220,14 @@ def _state_specs(
     dtype = torch.float32 if has_master(parameter.dtype) else parameter.dtype
     shape = tuple(local_of(parameter).shape)
     master = torch.zeros(shape, dtype=dtype, device="cpu", requires_grad=True)
-    made = kind_of(kind)([{**options_of(group), "params": [master]}])
+    made = optimizer.kind([{**options_of(group), "params": [master]}])
     master.grad = torch.zeros_like(master)
     made.step()
     state = made.state.get(master, {})
     if odd := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise Unsupported(f"offloading a {kind}: its state has {odd[0]!r}, no tensor")
+        raise Unsupported(
+            f"offloading a {optimizer.offloaded}: its state has {odd[0]!r}, no tensor"
+        )
     found = [Leaf(f"{index}.{key}", value).spec for key, value in state.items()]
     if has_master(parameter.dtype):
         found.append(Leaf(f"{index}.{MASTER}", master).spec)

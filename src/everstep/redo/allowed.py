@@ -16,10 +16,14 @@ import torch
 from torch import nn
 
 from everstep.errors import Unsupported
-from everstep.offload.optimizer import class_behind
 from everstep.sharding.layout import is_dtensor, part_of, spread_of
 from everstep.sharding.leaves import fills_memory
-from everstep.sharding.redundancy import inner_of, is_redundancy_free, is_torchs
+from everstep.sharding.redundancy import (
+    inner_of,
+    is_redundancy_free,
+    is_torchs,
+    offloaded_of,
+)
 from everstep.sharding.topology import goes_by_elements
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import overlapping
@@ -66,7 +70,8 @@ def _why_not(state: OptimizerState, allowed: set[type]) -> str | None:
     if is_redundancy_free(state.optimizer):
         return "is a ZeroRedundancyOptimizer, of whose updates other ranks make some"
     optimizer = inner_of(state.optimizer)
-    kind = class_behind(optimizer)
+    offloaded = offloaded_of(optimizer)
+    kind = offloaded.kind if offloaded else type(optimizer)
     if kind not in allowed:
         return (
             f"is a {kind.__module__}.{kind.__qualname__}, whose updates nobody here knows to be "
