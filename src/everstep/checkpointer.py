@@ -156,7 +156,7 @@ class Checkpointer:
             self._disk.root,
             keep,
             self._saves.on_event,
-            replica={"base_every": how.base_every} if how.replica else None,
+            replica=how.replica,
             place=place,
             tiers=tiers.to_json(),
             serve=new_address() if has_partners else None,

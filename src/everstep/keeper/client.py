@@ -122,15 +122,14 @@ class Client:
         keep: Keep | None,
         on_event: Callable[[wire.Message], None],
         idle_s: float = IDLE_S,
-        replica: wire.Message | None = None,
+        replica: bool = False,
         place: wire.Place = wire.ALONE,
         tiers: wire.Message | None = None,
         serve: Address | None = None,
     ) -> None:
-        """Connects, which starts a keeper where none runs. `replica`: what is asked
-        of one, see Log. `place`: among the
-        ranks of a run. `tiers`: see Tiers.to_json. `serve`: where the keeper serves those of other
-        nodes, unless it does so already. Raises Unavailable."""
+        """Connects, which starts a keeper where none runs. `replica`: whether a live one is wanted.
+        `place`: among the ranks of a run. `tiers`: see Tiers.to_json. `serve`: where the keeper
+        serves those of other nodes, unless it does so already. Raises Unavailable."""
         self._store = store
         self._keep = keep
         self._on_event = on_event

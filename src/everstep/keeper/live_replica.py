@@ -59,7 +59,6 @@ class LiveReplica:
         self._wake = wake
         self._team: Team | None = None
         """Whose log it follows."""
-        self._every: int | None = None
         self._notes: deque[_Note] = deque(maxlen=NOTES_MAX)
         self._newest: _Note | None = None
         self._told: CheckpointName | None = None
@@ -75,17 +74,11 @@ class LiveReplica:
         threading.Thread(target=self._run, name="everstep-replica", daemon=True).start()
 
     def note(
-        self,
-        team: "Team",
-        every: int | None,
-        name: CheckpointName,
-        jobs: Sequence[Job],
-        *,
-        takes_replay: bool,
+        self, team: "Team", name: CheckpointName, jobs: Sequence[Job], *, takes_replay: bool
     ) -> None:
-        """It was committed. `every`: records from one of the replica's bases to the next."""
+        """It was committed."""
         with self._lock:
-            self._team, self._every = team, every
+            self._team = team
             self._awaits_base &= takes_replay
             if self._awaits_base:
                 return
@@ -228,8 +221,8 @@ class LiveReplica:
             saves.append([*name, [] if any(number is None for number, *_ in rows) else rows])
         self._told = self._notes[-1].name
         self._notes.clear()
-        message = {"type": "follow", "saves": saves, "every": self._every}
-        self._send(connection, message, [arenas[key].fd for key in sent])
+        fds = [arenas[key].fd for key in sent]
+        self._send(connection, {"type": "follow", "saves": saves}, fds)
 
     def _send(self, connection: socket.socket, message: wire.Message, fds: list[int]) -> None:
         """A worker that is gone is found by the thread that listens."""

@@ -56,13 +56,14 @@ class Replica:
         self._table = b""
         self.at: CheckpointName | None = None
         """The step that it has come to; None where it holds nothing."""
-        self.records = self.record_bytes = 0
-        """Since the newest base: that many, of so many bytes."""
+        self._records = 0
+        """Since the newest base."""
 
     @property
-    def state_bytes(self) -> int:
-        """Of all tensors."""
-        return self._memory.size if self._memory else 0
+    def is_base_due(self) -> bool:
+        """Whether the run would make one now, by what it says of its log."""
+        every = self._state and self._state.chain.last.manifest.capture.get("base_every")
+        return type(every) is int and self._records >= every
 
     def follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> None:
         """Bring it to this checkpoint, of an epoch or a base that it may not know. `jobs`: where
@@ -106,7 +107,7 @@ class Replica:
         assert self.at
         commit.check_epoch(self._disk, self.at.epoch, self.at.step)
         publish(self._disk, self._state.chain, self._settle(), ())
-        self.records = self.record_bytes = 0
+        self._records = 0
 
     def drop(self) -> None:
         """Hold nothing any more."""
@@ -140,9 +141,7 @@ class Replica:
         with adopted(chain.last.manifest.topology):
             self._check(chain)
             self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)
-        self.records = self.record_bytes = 0
-        for log in chain.logs:
-            self._count(log)
+        self._records = len(chain.logs)
         self.at = manifests[-1].name
         self._settle()
 
@@ -153,7 +152,7 @@ class Replica:
         with adopted(log.manifest.topology):
             self._check(Chain(self._state.chain.base, [log]))
             self._state.advance(log)
-        self._count(log)
+        self._records += 1
         self.at = log.manifest.name
 
     def _check(self, chain: Chain) -> None:
@@ -162,12 +161,6 @@ class Replica:
                 f"a replica of {self._disk.root}: its bits would not be the run's "
                 f"({'; '.join(differing)})"
             )
-
-    def _count(self, log: Described) -> None:
-        self.records += 1
-        self.record_bytes += sum(
-            pack.size for part in log.manifest.all_parts for pack in part.packs
-        )
 
     def _settle(self) -> Image:
         """All tensors lie in the arena; the image of it."""

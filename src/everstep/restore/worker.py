@@ -37,10 +37,6 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0
 """How long it may take to clean up when it is told to end."""
 
-EVERY_MIN, EVERY_MAX, STATES = 10, 1000, 4
-"""Records between two of its bases, as between those of a log: when they have as many bytes as four
-states."""
-
 LATE_S = 2.0
 """How long it gives way with what it was asked for."""
 
@@ -62,30 +58,23 @@ class Worker:
             if message["type"] == "lend":
                 self._lend()
             else:
-                self._follow(message["saves"], message["every"], arenas)
+                self._follow(message["saves"], arenas)
         except EverstepError as error:
             self._send({"type": "failed", **wire.failure(error)})
         except Exception as error:  # noqa: BLE001 - torch's and the optimizers'
             said = {"kind": "Unsupported", "message": repr(error)[: wire.TEXT_MAX]}
             self._send({"type": "failed", **said})
 
-    def _follow(self, saves: list[Any], every: int | None, arenas: list[Arena | None]) -> None:
+    def _follow(self, saves: list[Any], arenas: list[Arena | None]) -> None:
         jobs = {CheckpointName(step, epoch): _jobs(arenas, places) for step, epoch, places in saves}
         has_base = False
         with contextlib.suppress(Missing, Conflict):  # retention was quicker; or another writer
             self._replica.follow([*jobs][-1], jobs)
-            if self._is_base_due(every):
+            if self._replica.is_base_due:
                 self._replica.write_base()
                 has_base = True
         said = {"name": self._replica.at, "seconds": time.process_time(), "has_base": has_base}
         self._send({"type": "replica", **said})
-
-    def _is_base_due(self, every: int | None) -> bool:
-        replica = self._replica
-        if every is not None:
-            return replica.records >= every
-        is_long = replica.record_bytes >= STATES * replica.state_bytes
-        return replica.records >= EVERY_MAX or (replica.records >= EVERY_MIN and is_long)
 
     def _lend(self) -> None:
         """At once: somebody waits for it."""

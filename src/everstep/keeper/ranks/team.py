@@ -95,8 +95,6 @@ class Team:
         self._is_busy = self._is_closed = False
         self._changed = threading.Condition()
         self.live = live
-        every = (hello.get("replica") or {}).get("base_every")
-        self._base_every = None if every is None else wire.number(every)
         if hello.get("partners"):
             self.meet(hello["partners"])
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
@@ -411,8 +409,7 @@ class Team:
         if self.replica:
             self.replica.note(outcome.name)
         if self.live:
-            jobs, takes_replay = save.jobs, outcome.takes_replay
-            self.live.note(self, self._base_every, outcome.name, jobs, takes_replay=takes_replay)
+            self.live.note(self, outcome.name, save.jobs, takes_replay=outcome.takes_replay)
 
     def retain(self) -> None:
         """What was kept for the sake of later steps may go, as one of them is whole now."""
