@@ -180,8 +180,7 @@ class Bucket(Objects):
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`; readers see what was there before, or this."""
-        with self._telling("replacing", path, len(data)):
-            self._api.put(self._store, path, data)
+        self.stream(path, [memoryview(data)], len(data))
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises Unavailable."""

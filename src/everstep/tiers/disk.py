@@ -74,20 +74,27 @@ class Disk:
         `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
         is raised, or what `await_bytes` raised.
         """
-        is_direct = all(map(is_aligned, data))
-        with (
-            self._creating(path, sum(map(len, data))) as name,
-            NewFile.create(self._system, name, is_direct=is_direct).kept() as file,
-        ):
+        is_direct, size = all(map(is_aligned, data)), sum(map(len, data))
+        with self.new_file(path, size, is_direct=is_direct) as file:
             file.fill(data, self._writers, await_bytes)
             return file
 
     @contextmanager
-    def new_file(self, path: str) -> Iterator[NewFile]:
+    def new_file(self, path: str, size: int = 0, *, is_direct: bool = True) -> Iterator[NewFile]:
         """Write the new file `path` piece by piece; then it is as after `begin`. On any error it
-        is unlinked; Unavailable is raised, or what was raised within."""
-        with self._creating(path, 0) as name, NewFile.create(self._system, name).kept() as file:
-            yield file
+        is unlinked, but where another was there; Unavailable is raised, or what was raised within.
+        `size`: for messages. `is_direct`: see NewFile."""
+        name = str(self.root / path)
+        with self._telling("writing", path, size):
+            self._make_directories([os.path.dirname(path)])
+            try:
+                with NewFile.create(self._system, name, is_direct=is_direct).kept() as file:
+                    yield file
+            except FileExistsError:
+                raise
+            except BaseException:
+                self._forget(name)
+                raise
 
     def finish(self, path: str, file: NewFile) -> None:
         """Make the bytes of a new file durable, and close it. On any error it is unlinked."""
@@ -170,10 +177,7 @@ class Disk:
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path` durably; readers see what was there before, or this."""
-        with self._telling("replacing", path, len(data)):
-            with self._draft(path, data) as draft:
-                self._system.rename(draft, str(self.root / path))
-            self._sync_directory(os.path.dirname(path))
+        self.stream(path, [memoryview(data)], len(data))
 
     def make_directories(self, directories: Sequence[str]) -> None:
         """Make directories durably, with one sync for all that lie in the same one."""
@@ -400,21 +404,6 @@ class Disk:
     def _forget(self, name: str) -> None:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
-
-    @contextmanager
-    def _creating(self, path: str, size: int) -> Iterator[str]:
-        """The full name of a new file, which is gone again after an error but where another was
-        there."""
-        with self._telling("writing", path, size):
-            self._make_directories([os.path.dirname(path)])
-            name = str(self.root / path)
-            try:
-                yield name
-            except FileExistsError:
-                raise
-            except BaseException:
-                self._forget(name)
-                raise
 
     @contextmanager
     def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:
