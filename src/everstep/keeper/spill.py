@@ -48,24 +48,22 @@ class Spill:
         """`budget` in bytes (None: half of what is free there) is shared by so many ranks."""
         self._session = session
         self._directory = directory
-        self._given = budget
-        self._ranks = ranks
-        self._budget: int | None = None
-        self._lock = threading.RLock()
+        self._budget, self._ranks = budget, ranks
         self._wanted = threading.Event()
         self._is_closed = threading.Event()
-        threading.Thread(target=self._work, name="everstep-spill", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name="everstep-spill", daemon=True)
+        self._thread.start()
 
     def look(self) -> None:
         """Something was sealed, or has ended: see what should move. Does not block."""
         self._wanted.set()
 
     def close(self) -> None:
-        """Nothing moves any more, and no descriptor is used, when this returns. The arenas are the
-        session's."""
-        with self._lock:
-            self._is_closed.set()
+        """Nothing moves any more, and no descriptor is used, when this returns; what is under way
+        is broken off at the next piece. The arenas are the session's."""
+        self._is_closed.set()
         self._wanted.set()
+        self._thread.join()
 
     # ---- its thread ------------------------------------------------------------------------
 
@@ -77,7 +75,7 @@ class Spill:
                 return
             try:
                 self._clear()
-                while (job := self._choose()) and self._move(job):
+                while not self._is_closed.is_set() and (job := self._choose()) and self._move(job):
                     pass
             except (OSError, EverstepError) as error:
                 log.warning(
@@ -99,16 +97,12 @@ class Spill:
     def _budget_bytes(self) -> int:
         if self._budget is None:
             found = os.statvfs(self._directory)
-            free = found.f_bavail * found.f_frsize + self._used_bytes()
-            self._budget = (free // 2 if self._given is None else self._given) // self._ranks
-        return self._budget
+            self._budget = (found.f_bavail * found.f_frsize + self._used_bytes()) // 2
+        return self._budget // self._ranks
 
     def _used_bytes(self) -> int:
         """Memory or blocks of all files."""
-        with self._lock:
-            if self._is_closed.is_set():
-                return 0
-            return 512 * sum(os.fstat(each.fd).st_blocks for _, each in self._session.spilled())
+        return 512 * sum(os.fstat(each.fd).st_blocks for _, each in self._session.spilled())
 
     def _move(self, job: Job) -> bool:
         """False where it could not be moved. Raises OSError, Unavailable."""
@@ -118,43 +112,32 @@ class Spill:
             return False
         sizes = source.documents_size, row.image_size
         arena = Arena.create_file(self._directory, *sizes, reserves_image=False)
-        key = SPILL + secrets.token_hex(8)
-        with self._lock:
-            if self._is_closed.is_set():
-                return False
-            self._session.add_spill(key, arena)
+        self._session.add_spill(SPILL + secrets.token_hex(8), arena)
         image = source.image(slot)[: row.image_size]
-        if not self._copy(image, arena, arena.image_address(0) - arena.address):
-            return False
-        with self._lock:
-            if self._is_closed.is_set():
-                return False
+        is_there = self._copy(image, arena, arena.image_address(0) - arena.address)
+        if is_there:
             self._session.move(job, row, arena)
-        return True
+        return is_there
 
     def _copy(self, image: memoryview, arena: Arena, offset: int) -> bool:
         """By system calls, which release the GIL. False where it is closed meanwhile."""
         for at in range(0, len(image), _PIECE_BYTES):
             piece = image[at : at + _PIECE_BYTES]
             while piece:
-                with self._lock:
-                    if self._is_closed.is_set():
-                        return False
-                    count = os.pwrite(arena.fd, piece, offset + at)
+                if self._is_closed.is_set():
+                    return False
+                count = os.pwrite(arena.fd, piece, offset + at)
                 piece, at = piece[count:], at + count
         return True
 
     def _clear(self) -> None:
         """Give back what is over, but for the newest state of all."""
-        with self._lock:
-            if self._is_closed.is_set():
-                return
-            newest = self._session.newest()
-            for key, arena in self._session.spilled():
-                is_newest = newest is not None and newest[1] == key
-                if arena.state(0) not in SUBMITTED and not is_newest:
-                    arena.give_back()
-                    self._session.drop_spill(key)
+        newest = self._session.newest()
+        for key, arena in self._session.spilled():
+            is_newest = newest is not None and newest[1] == key
+            if arena.state(0) not in SUBMITTED and not is_newest:
+                arena.give_back()
+                self._session.drop_spill(key)
 
 
 def check_directory(directory: str) -> None:
