@@ -66,11 +66,12 @@ from everstep.errors import (
 )
 from everstep.format import document
 from everstep.format.boxes import Box
-from everstep.format.index import Index, Placed, runs_of
+from everstep.format.global_tensors import index_of
+from everstep.format.index import Index
 from everstep.format.manifest import CheckpointName, Manifest, Part
-from everstep.format.packs import Spec, lay_out
-from everstep.format.tables import FileLink, TensorEntry, encode_table
-from everstep.format.tiling import find_flaw
+from everstep.format.merge import unite_tables
+from everstep.format.packs import lay_out
+from everstep.format.tables import FileLink, Table, TensorEntry, encode_table
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
@@ -129,9 +130,11 @@ class _Storage:
         self._step = self._default_step = step
         if path is not None and step is None:
             self._store, self._step = split_id(path)
+        self.save_id = self.load_id = secrets.token_hex(8)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """DCP calls it with the `checkpoint_id` of a save or load, which counts from then on."""
+        self.save_id = self.load_id = secrets.token_hex(8)
         if checkpoint_id is not None:
             self._store, step = split_id(checkpoint_id)
             self._step = self._default_step if step is None else step
@@ -170,12 +173,12 @@ class _Attempt(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank has written, durably: a part, with so many boxes, and the objects that were its
-    to write, of which `streams` are io.BytesIO."""
+    """What a rank has written, durably: a part, with that piece table, and the objects that were
+    its to write, of which `streams` are io.BytesIO."""
 
     name: CheckpointName
     part: Part | None
-    boxes: Sequence[Spec]
+    table: bytes
     objects: Mapping[str, Json]
     streams: Sequence[str]
 
@@ -205,16 +208,10 @@ class StorageWriter(_Storage, WriterOfDCP):
         super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
-        self.save_id = secrets.token_hex(8)
         self._token = ""
         self._name: CheckpointName | None = None
         self._parent: CheckpointName | None = None
         self._is_coordinator = False
-
-    def reset(self, checkpoint_id: Path | None = None) -> None:
-        """See _Storage."""
-        super().reset(checkpoint_id)
-        self.save_id = secrets.token_hex(8)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On all ranks. Raises Unsupported where they would not talk."""
@@ -246,13 +243,12 @@ class StorageWriter(_Storage, WriterOfDCP):
         collected = _Collected()
         for item in plan.items:
             collected.add(item, planner)
-        disk, name, part = tier_at(self.store), self._name_of(plan), None
+        disk, name, part, table = tier_at(self.store), self._name_of(plan), None, b""
         _discard_left(disk)
         if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
-            part = _write(disk, name, collected)
+            part, table = _write(disk, name, collected)
             _last_packs[str(disk.root)] = name, part.packs
-        boxes = [leaf.spec for leaf in collected.leaves.values()]
-        written = _Written(name, part, boxes, collected.objects, collected.streams)
+        written = _Written(name, part, table, collected.objects, collected.streams)
         size = part.size if part else 0
         return _done([WriteResult(MetadataIndex(""), size, written)])
 
@@ -329,7 +325,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             )
         ranks = [(rank, each) for rank, each in enumerate(written) if each.part]
         parts = [dataclasses.replace(each.part, rank=rank) for rank, each in ranks if each.part]
-        index = _index_of([each.boxes for _, each in ranks], metadata)
+        tables = [(f"rank {rank}", parse(each.table).table) for rank, each in ranks]
         objects = {key: value for each in written for key, value in each.objects.items()}
         streams = [key for each in written for key in each.streams]
         said = {
@@ -350,7 +346,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             parent=self._parent and self._parent._asdict(),
             topology=topology(len(written), "dcp"),
             capture={"library": "torch.distributed.checkpoint"},
-            index=index,
+            index=_index_of(tables, metadata),
         )
 
 
@@ -441,9 +437,9 @@ def _no_tensors(name: str, tensor: torch.Tensor) -> str:
     raise Unsupported(f"saving {name!r}: what a planner says cannot have tensors in it")
 
 
-def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
-    """Write a rank's packs and their table, durably; blocks. What was written in vain is
-    deleted."""
+def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> tuple[Part, bytes]:
+    """Write a rank's packs and their table, durably, and return it; blocks. What was written in
+    vain is deleted."""
     leaves = collected.leaves
     layout = lay_out([leaf.spec for leaf in leaves.values()])
     devices = {leaf.name: place_of(leaf.tensor.device) for leaf in leaves.values()}
@@ -459,34 +455,18 @@ def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> Part:
     except BaseException:
         data.discard(name)
         raise
-    return data.part(name.step)
+    return data.part(name.step), table
 
 
-def _index_of(parts: Sequence[Sequence[Spec]], metadata: Metadata) -> Index:
-    """Where all tensors are. Raises Mismatch where nobody has written a part of one, or several
-    have, and where ranks differ in what it is."""
-    specs: dict[str, Spec] = {}
-    placed: dict[str, list[Placed]] = {key: [] for key in metadata.state_dict_metadata}
-    for number, boxes in enumerate(parts):
-        for own in boxes:
-            spec, box = dataclasses.replace(own, box=None), own.box or Box.whole(own.shape)
-            if (known := specs.setdefault(spec.name, spec)) != spec:
-                raise Mismatch(
-                    f"saving {spec.name!r}: it is {known.dtype} of shape {known.shape} on some "
-                    f"ranks, {spec.dtype} of shape {spec.shape} on others"
-                )
-            placed.setdefault(spec.name, []).append((number, box.offsets, box.lengths))
+def _index_of(tables: Sequence[tuple[str, Table]], metadata: Metadata) -> Index:
+    """Where all tensors are: of the table of each rank. Raises Mismatch where nobody has written a
+    part of one, or several have, and where ranks differ in what it is."""
+    found = unite_tables(tables, are_all=True)
     for key, said in metadata.state_dict_metadata.items():
-        if isinstance(said, TensorStorageMetadata):
-            boxes_of = [Box(offsets, lengths) for _, offsets, lengths in placed[key]]
-            if flaw := find_flaw(tuple(said.size), boxes_of):
-                what = "is written twice" if flaw.members else "is written by nobody"
-                raise Mismatch(
-                    f"saving {key!r} of shape {tuple(said.size)}: {flaw.box} {what}. All ranks "
-                    f"that hold some of it must save it, and replicas under one name be equal"
-                )
-    tensors = {name: TensorEntry(spec, ()) for name, spec in specs.items()}
-    return Index(tensors, {}, {name: runs_of(placed[name]) for name in specs})
+        is_tensor = isinstance(said, TensorStorageMetadata) and said.size.numel() > 0
+        if is_tensor and key not in found:
+            raise Mismatch(f"saving {key!r}: nobody wrote it. A rank that holds it must save it")
+    return index_of([table for _, table in tables])
 
 
 # ---- load ----------------------------------------------------------------------------------------
@@ -506,13 +486,11 @@ class StorageReader(_Storage, ReaderOfDCP):
         super().__init__(path, step)
         self._opened: _State | None = None
         self._failure: EverstepError | None = None
-        self.load_id = secrets.token_hex(8)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
         super().reset(checkpoint_id)
         self._opened = self._failure = None
-        self.load_id = secrets.token_hex(8)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint has: of a log step, what a replay comes to. Raises Missing, Corrupt;
