@@ -57,7 +57,9 @@ def content(spec: Spec, step: int) -> bytes:
 
 def write(tier, path: str, data: Sequence[memoryview], *await_bytes) -> None:
     """A new file, durably."""
-    tier.finish(path, tier.begin(path, data, *await_bytes))
+    with tier.new_file(path, sum(map(len, data))) as file:
+        file.fill(data, *await_bytes)
+    file.finish()
     tier.sync_entries([path])
 
 
@@ -66,8 +68,7 @@ def write_packs(disk: Disk, name: CheckpointName, packs: Sequence[memoryview]) -
     token = secrets.token_hex(4)
     links = [FileLink(names.pack_path(name, token, n), len(pack)) for n, pack in enumerate(packs)]
     for link, pack in zip(links, packs, strict=True):
-        disk.finish(link.path, disk.begin(link.path, [pack]))
-    disk.sync_entries([link.path for link in links])
+        write(disk, link.path, [pack])
     return tuple(links)
 
 

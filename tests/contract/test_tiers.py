@@ -87,7 +87,7 @@ def test_a_new_file_is_there_when_it_is_finished(tier):
     with tier.new_file("data/pieces") as file:
         file.write(memoryview(b"one "), 0)
         file.write(memoryview(b"two"), 4)
-    tier.finish("data/pieces", file)
+    file.finish()
     tier.sync_entries(["data/pieces"])
     assert tier.read("data/pieces") == b"one two"
 
@@ -100,7 +100,7 @@ def test_a_new_file_may_be_written_from_one_buffer_and_the_first_page_last(tier)
             file.write(memoryview(buffer), 4096 + index * len(buffer))
         file.write(memoryview(b"h" * 4096), 0)
     assert tier.size("data/packed") in (None, 4096 + 20 * len(buffer))  # a bucket: nothing yet
-    tier.finish("data/packed", file)
+    file.finish()
     tier.sync_entries(["data/packed"])
     body = b"".join(bytes([index]) * len(buffer) for index in range(20))
     assert tier.read("data/packed") == b"h" * 4096 + body

@@ -2,6 +2,7 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from everstep.format.packed import HEADER_BYTES
 from everstep.keeper.data import BUFFER_BYTES, BUFFERS, Tail
@@ -32,7 +33,7 @@ def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", start)
     system = Noted()
-    file = NewFile.create(system, str(tmp_path / "file"))
+    file = NewFile(system, str(tmp_path / "file"), ThreadPoolExecutor(1))
     with file.kept(), Tail(file) as tail:
         tail.append(data)
         assert tail.finish() == HEADER_BYTES + len(data)

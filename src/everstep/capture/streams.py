@@ -110,7 +110,7 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
         tail.put_first(first)
     link = FileLink(path, size)
     try:
-        disk.finish(path, file)
+        file.finish()
         disk.sync_entries([path])
         shape = PackShape(size, HEADER_BYTES, 0)
         table = seal_table(Table((shape,), dict(sorted(entries.items())), {}))

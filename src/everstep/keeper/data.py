@@ -38,6 +38,7 @@ from everstep.keeper.job import Arrival, Job
 from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
+from everstep.tiers.bucket import Upload
 from everstep.tiers.files import NewFile
 
 BUFFER_BYTES, BUFFERS = 4 << 20, 3
@@ -167,7 +168,7 @@ class Data:
         differences to. `kept`: which packs the image has nothing of. Raises Unsupported where a
         trainer gives its slot up."""
         self.document = image.parsed.document
-        self._written: dict[int, tuple[FileLink, NewFile]] = {}
+        self._written: dict[int, tuple[FileLink, NewFile | Upload]] = {}
         """By the number of the pack; no file is durable before it is finished."""
         self._kept = kept
         self._links: dict[int, FileLink] = {}
@@ -205,16 +206,18 @@ class Data:
         began = time.monotonic()
         for number, pack in self._new():
             path = names.pack_path(name, token, number)
-            file = self._writer.disk.begin(path, pack, partial(self._wait, number))
-            self._written[number] = FileLink(path, sum(map(len, pack))), file
+            size = sum(map(len, pack))
+            with self._writer.disk.new_file(path, size) as file:
+                file.fill(pack, partial(self._wait, number))
+            self._written[number] = FileLink(path, size), file
         self._links |= {number: link for number, (link, _) in self._written.items()}
         self._seconds += time.monotonic() - began
 
     def sync(self) -> None:
         """Make the bytes durable. After an error the caller discards them."""
         began = time.monotonic()
-        for link, file in self._written.values():
-            self._writer.disk.finish(link.path, file)
+        for _, file in self._written.values():
+            file.finish()
         self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
 
     def discard(self, name: CheckpointName) -> None:
@@ -407,7 +410,7 @@ class Tail:
     written, in order, by a thread of its own. To be left before the file is closed. `seconds`: what
     the writes took."""
 
-    def __init__(self, file: NewFile) -> None:
+    def __init__(self, file: NewFile | Upload) -> None:
         self._file, self.seconds = file, 0.0
         self._buffers = deque(memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(BUFFERS))
         """The first is being filled; the last ones are being written."""

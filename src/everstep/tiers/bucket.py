@@ -72,19 +72,6 @@ class Bucket(Objects):
         """See Disk; of a large object what its upload has taken."""
         self._offset_s: float | None = None
 
-    def begin(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> Any:
-        """Write the new object `path`; blocks until it is acknowledged, and durable then."""
-
-        def arriving() -> Iterator[memoryview]:
-            for extent, offset in extents_of(data):
-                await_bytes(offset + len(extent))
-                yield extent
-
-        self.stream(path, arriving(), sum(map(len, data)))
-        return Upload(self, path)
-
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish what `pieces` bring; readers see what was there before, or all of it."""
         with self._telling("writing", path, size):
@@ -119,20 +106,15 @@ class Bucket(Objects):
         return True
 
     @contextmanager
-    def new_file(self, path: str) -> Iterator[Any]:
-        """Write the new object piece by piece; on any error it does not appear."""
+    def new_file(self, path: str, size: int = 0) -> Iterator["Upload"]:
+        """Write the new object `path`; on any error it does not appear."""
         upload = Upload(self, path)
         try:
-            with self._telling("writing", path, 0):
+            with self._telling("writing", path, size):
                 yield upload
         except BaseException:
             upload.abandon()
             raise
-
-    def finish(self, path: str, file: Any) -> None:
-        """Make a new object appear."""
-        with self._telling("writing", path, 0):
-            file.finish()
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once; False where something else is there already."""
@@ -180,7 +162,8 @@ class Bucket(Objects):
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`; readers see what was there before, or this."""
-        self.stream(path, [memoryview(data)], len(data))
+        with self._telling("replacing", path, len(data)):
+            self._api.put(self._store, path, data)
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises Unavailable."""
@@ -281,7 +264,7 @@ class Bucket(Objects):
 
 
 class Upload:
-    """A new object: what is written, in whatever order, waits in a temporary file, and is sent when
+    """A new object. What is written, in whatever order, waits in a temporary file, and is sent when
     it is finished. For one thread."""
 
     def __init__(self, bucket: Bucket, path: str) -> None:
@@ -294,6 +277,17 @@ class Upload:
             self._file = tempfile.SpooledTemporaryFile(_MULTIPART_BYTES)  # noqa: SIM115
         self._file.seek(offset)
         self._file.write(view)
+
+    def fill(self, data: Sequence[memoryview], await_bytes: Await = lambda end: None) -> None:
+        """Send all of `data` at once; blocks until it is acknowledged, and durable then. See
+        NewFile."""
+
+        def arriving() -> Iterator[memoryview]:
+            for extent, offset in extents_of(data):
+                await_bytes(offset + len(extent))
+                yield extent
+
+        self._bucket.stream(self._path, arriving(), sum(map(len, data)))
 
     def finish(self) -> None:
         """Make it appear, unless it was sent at once."""

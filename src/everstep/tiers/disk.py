@@ -15,30 +15,22 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable, Unsupported
 from everstep.tiers.files import (
     WRITES_IN_FLIGHT,
-    Await,
     DiskReader,
     NewFile,
-    is_aligned,
     read_whole,
+    telling,
 )
 from everstep.tiers.system import System
 
 LOCK_WAIT_S = 60.0
 _LOCK_RETRY_S = 0.01
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
-_ADVICE = {
-    errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints "
-    "(keep=everstep.Keep(last=3))",
-    errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
-    errno.EROFS: ". The file system is read-only: choose another place for the store",
-    errno.EACCES: ". This user may not write there: run it as the owner, or choose another store",
-}
 
 
 class Disk:
@@ -63,32 +55,17 @@ class Disk:
         """Bytes that this one has written of files, about."""
         return self._system.written
 
-    def begin(
-        self, path: str, data: Sequence[memoryview], await_bytes: Await = lambda end: None
-    ) -> NewFile:
-        """Write the new file `path` as the concatenation of `data`; nothing is durable before
-        `finish`, and after it `sync_entries`: several files are made durable together.
-
-        Buffers (of bytes) that start on a page and are a multiple of one long go by direct I/O,
-        several extents in flight. `await_bytes(end)` is called in this thread before bytes up to
-        `end` are read, and blocks until they may be. On any error the file is unlinked; Unavailable
-        is raised, or what `await_bytes` raised.
-        """
-        is_direct, size = all(map(is_aligned, data)), sum(map(len, data))
-        with self.new_file(path, size, is_direct=is_direct) as file:
-            file.fill(data, self._writers, await_bytes)
-            return file
-
     @contextmanager
-    def new_file(self, path: str, size: int = 0, *, is_direct: bool = True) -> Iterator[NewFile]:
-        """Write the new file `path` piece by piece; then it is as after `begin`. On any error it
-        is unlinked, but where another was there; Unavailable is raised, or what was raised within.
-        `size`: for messages. `is_direct`: see NewFile."""
+    def new_file(self, path: str, size: int = 0) -> Iterator[NewFile]:
+        """Write the new file `path`. It is durable when it is finished, after this, and
+        `sync_entries` was called: several are made so together. On any error it is unlinked, but
+        where another was there; Unavailable is raised, or what was raised within. `size`: for
+        messages."""
         name = str(self.root / path)
         with self._telling("writing", path, size):
             self._make_directories([os.path.dirname(path)])
             try:
-                with NewFile.create(self._system, name, is_direct=is_direct).kept() as file:
+                with NewFile(self._system, name, self._writers).kept() as file:
                     yield file
             except FileExistsError:
                 raise
@@ -96,31 +73,12 @@ class Disk:
                 self._forget(name)
                 raise
 
-    def finish(self, path: str, file: NewFile) -> None:
-        """Make the bytes of a new file durable, and close it. On any error it is unlinked."""
-        with self._telling("writing", path, self.size(path) or 0):
-            try:
-                file.finish()
-            except BaseException:
-                self._forget(str(self.root / path))
-                raise
-
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish the `size` bytes that `pieces` bring, one behind the other, under `path` durably:
         readers see what was there before, or all of it. Nobody changes a piece afterwards. On an
         error nothing has changed; Unavailable is raised, or what `pieces` raised."""
-        draft, at = f"{path}.{secrets.token_hex(4)}.tmp", 0
-        with self.new_file(draft) as file:
-            for piece in pieces:
-                file.write(piece, at)
-                at += len(piece)
-        self.finish(draft, file)
-        with self._telling("writing", path, size):
-            try:
-                self._system.rename(str(self.root / draft), str(self.root / path))
-            except BaseException:
-                self._forget(str(self.root / draft))
-                raise
+        with self._telling("writing", path, size), self._draft(path, pieces, size) as draft:
+            self._system.rename(draft, str(self.root / path))
             self._known_files.pop(path, None)
             self._sync_directory(os.path.dirname(path))
 
@@ -163,7 +121,7 @@ class Disk:
         """Publish `data` under `path` at once and durably; False where `path` exists already."""
         with self._telling("creating", path, len(data)):
             name = str(self.root / path)
-            with self._draft(path, data) as draft:
+            with self._draft(path, [memoryview(data)], len(data)) as draft:
                 created = self._link(draft, name)
             try:
                 self._sync_directory(os.path.dirname(path))
@@ -322,17 +280,18 @@ class Disk:
         return True
 
     @contextmanager
-    def _draft(self, path: str, data: bytes) -> Iterator[str]:
-        """A durable file of another name that holds `data`, gone afterwards."""
-        self._make_directories([os.path.dirname(path)])
-        draft = f"{self.root / path}.{secrets.token_hex(4)}.tmp"
+    def _draft(self, path: str, pieces: Iterable[memoryview], size: int) -> Iterator[str]:
+        """The full name of a durable file that holds what `pieces` bring, gone afterwards."""
+        draft, at = f"{path}.{secrets.token_hex(4)}.tmp", 0
         try:
-            with NewFile.create(self._system, draft, is_direct=False).kept() as file:
-                file.write(memoryview(data), 0)
+            with self.new_file(draft, size) as file:
+                for piece in pieces:
+                    file.write(piece, at)
+                    at += len(piece)
             file.finish()
-            yield draft
+            yield str(self.root / draft)
         finally:
-            self._forget(draft)
+            self._forget(str(self.root / draft))
 
     def _link(self, draft: str, name: str) -> bool:
         try:
@@ -405,12 +364,5 @@ class Disk:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
 
-    @contextmanager
-    def _telling(self, verb: str, path: str, size: int) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            advice = _ADVICE.get(error.errno or 0, "")
-            raise Unavailable(
-                f"{verb} {self.root / path} ({size} bytes): {error.strerror or error}{advice}"
-            ) from error
+    def _telling(self, verb: str, path: str, size: int) -> AbstractContextManager[None]:
+        return telling(verb, self.root / path, size)

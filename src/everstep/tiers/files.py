@@ -25,6 +25,13 @@ _PAGE_BYTES = 4096
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer: at once
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+_ADVICE = {
+    errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints "
+    "(keep=everstep.Keep(last=3))",
+    errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
+    errno.EROFS: ". The file system is read-only: choose another place for the store",
+    errno.EACCES: ". This user may not write there: run it as the owner, or choose another store",
+}
 _NO_FILE = (errno.ENXIO, errno.ENODEV, errno.ELOOP)  # sockets, devices, links in a circle
 
 Await = Callable[[int], None]
@@ -53,27 +60,21 @@ class Reader(Source, Protocol):
 
 
 class NewFile:
-    """A new file that is open, and whose bytes are not durable before `finish`. For one thread, but
-    for `write`."""
+    """A new file that is open, and whose bytes are not durable before `finish`. It is written to by
+    direct I/O, where that can be had and all that comes is of whole pages. For one thread, but for
+    `write`."""
 
-    def __init__(self, system: System, fd: int) -> None:
-        self._system = system
-        self._fd = fd
-
-    @classmethod
-    def create(cls, system: System, name: str, *, is_direct: bool = True) -> "NewFile":
-        """`is_direct`: for `write` from page-aligned memory, by direct I/O where that can be
-        had."""
-        if not is_direct:
-            return cls(system, system.open(name, _CREATE))
+    def __init__(self, system: System, name: str, writers: ThreadPoolExecutor) -> None:
+        """`writers`: who serve `fill`. Raises OSError."""
+        self._system, self._name, self._writers = system, name, writers
         try:
-            return cls(system, system.open(name, _CREATE | os.O_DIRECT))
+            self._fd = system.open(name, _CREATE | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-        with contextlib.suppress(OSError):  # some refuse only after they have made it
-            system.unlink(name)
-        return cls(system, system.open(name, _CREATE))
+            with contextlib.suppress(OSError):  # some refuse only after they have made it
+                system.unlink(name)
+            self._fd = system.open(name, _CREATE)
 
     @contextmanager
     def kept(self) -> Iterator["NewFile"]:
@@ -93,52 +94,73 @@ class NewFile:
                 raise
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` (of whole pages, if that goes by direct I/O). Raises OSError."""
+        """Write all of `view`. Raises OSError."""
         try:
             _write_all(self._system, self._fd, view, offset)
         except OSError as error:
             if error.errno not in _NO_DIRECT:
                 raise
-            fcntl.fcntl(
-                self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT
-            )
+            self._leave_direct()
             _write_all(self._system, self._fd, view, offset)
 
-    def fill(
-        self, data: Sequence[memoryview], pool: ThreadPoolExecutor, await_bytes: Await
-    ) -> None:
-        """Write all of `data`, several extents at a time. Those who write serve others, too: only
-        this thread waits for data. At an error none is left under way: once the descriptor is
-        closed, its number may be another file's, and a late write would go there."""
+    def fill(self, data: Sequence[memoryview], await_bytes: Await = lambda end: None) -> None:
+        """Write all of `data` (of bytes), several extents at a time: by direct I/O where each
+        starts on a page and is a multiple of one long. `await_bytes(end)` is called in this thread
+        before bytes up to `end` are read, and blocks until they may be: those who write serve
+        others, too. Raises OSError, and what that raises."""
+        if not all(map(is_aligned, data)):  # beforehand: the two ways must not meet in a page
+            self._leave_direct()
         self.allocate(sum(map(len, data)))
         writes: list[Future[None]] = []
         try:
             for extent, offset in extents_of(data):
                 await_bytes(offset + len(extent))
-                writes.append(pool.submit(self.write, extent, offset))
+                writes.append(self._writers.submit(self.write, extent, offset))
             for each in writes:
                 each.result()
-        finally:
+        finally:  # once the descriptor is closed, its number may be another file's
             for each in writes:
                 each.cancel()
             wait(writes)
 
     def finish(self) -> None:
         """Make the bytes durable, and close it, whatever happens. By the descriptor that wrote
-        them: another one may not be told of an error. Raises OSError."""
-        with self.kept():
-            self._system.fsync(self._fd)
-        self._close()
+        them: another one may not be told of an error. After one it is unlinked. Raises
+        Unavailable."""
+        with telling("writing", self._name, os.fstat(self._fd).st_size):
+            try:
+                with self.kept():
+                    self._system.fsync(self._fd)
+                self._close()
+            except BaseException:
+                with contextlib.suppress(OSError):  # gc finds it
+                    self._system.unlink(self._name)
+                raise
 
     def abandon(self) -> None:
         """Close it, if it is open: what it holds is not wanted. Raises nothing."""
         with contextlib.suppress(OSError):
             self._close()
 
+    def _leave_direct(self) -> None:
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        fcntl.fcntl(self._fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._system.close(fd)
+
+
+@contextmanager
+def telling(verb: str, where: object, size: int) -> Iterator[None]:
+    """Raises Unavailable for an OSError, with what to do about it."""
+    try:
+        yield
+    except OSError as error:
+        advice = _ADVICE.get(error.errno or 0, "")
+        said = f"{verb} {where} ({size} bytes): {error.strerror or error}{advice}"
+        raise Unavailable(said) from error
 
 
 class DiskReader:
