@@ -4,7 +4,7 @@ import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from everstep.format.packed import HEADER_BYTES
+from everstep.format.packed import HEADER_BYTES, header
 from everstep.keeper.data import BUFFER_BYTES, BUFFERS, Tail
 from everstep.tiers.files import NewFile
 from everstep.tiers.system import System
@@ -36,8 +36,9 @@ def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
     file = NewFile(system, str(tmp_path / "file"), ThreadPoolExecutor(1))
     with file.kept(), Tail(file) as tail:
         tail.append(data)
-        assert tail.finish() == HEADER_BYTES + len(data)
+        assert tail.finish() == (HEADER_BYTES + len(data), header(len(data)))
     file.finish()
     assert len(refused) == 1
-    assert system.places == sorted(set(system.places))
-    assert (tmp_path / "file").read_bytes()[HEADER_BYTES:] == data
+    *places, last = system.places
+    assert (places, last) == (sorted(set(places)), 0)
+    assert (tmp_path / "file").read_bytes() == header(len(data)) + data

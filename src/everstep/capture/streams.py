@@ -17,7 +17,7 @@ from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Part, Stream
-from everstep.format.packed import HEADER_BYTES, header
+from everstep.format.packed import HEADER_BYTES
 from everstep.format.packs import PackShape, Piece, Spec, chunks
 from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_name
 from everstep.format.tables import FileLink, Table, TensorEntry, seal_table
@@ -105,9 +105,7 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
                 f"streaming {part.name!r}: its version went from {version!r} to {now!r} while it "
                 f"was read. Put new content into an object of its own, or leave out immutable"
             )
-        size = tail.finish()
-        first = header(size - HEADER_BYTES)
-        tail.put_first(first)
+        size, first = tail.finish()
     link = FileLink(path, size)
     try:
         file.finish()

@@ -31,7 +31,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Encoded, Part, Previous
 from everstep.format.merge import Merged
 from everstep.format.packed import HEADER_BYTES, header, raw_chunks
-from everstep.format.packs import PAGE_BYTES, in_groups, pack_starts, round_up
+from everstep.format.packs import in_groups, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.encoder import Base, Encoding
 from everstep.keeper.job import Arrival, Job
@@ -352,9 +352,7 @@ class Data:
             for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
                 self._packed[chunk.digest] = stored
                 tail.append(data)
-            size = tail.finish()
-            first = header(size - HEADER_BYTES)
-            tail.put_first(first)
+            size, first = tail.finish()
         self._packed[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
         self._written[number] = FileLink(path, size), file
         self._seconds += tail.seconds
@@ -406,9 +404,9 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
 
 
 class Tail:
-    """The file's end in page-aligned memory: one buffer is filled while those before it are
-    written, in order, by a thread of its own. To be left before the file is closed. `seconds`: what
-    the writes took."""
+    """The end of a packed file in page-aligned memory: one buffer is filled while those before it
+    are written, in order, by a thread of its own. To be left before the file is closed. `seconds`:
+    what the writes took."""
 
     def __init__(self, file: NewFile | Upload) -> None:
         self._file, self.seconds = file, 0.0
@@ -435,19 +433,17 @@ class Tail:
             if self._used == BUFFER_BYTES:
                 self._flush(BUFFERS - 1)
 
-    def finish(self) -> int:
-        """Write the rest, padded with zeros to a whole page; the file's size."""
+    def finish(self) -> tuple[int, bytes]:
+        """Write the rest, padded with zeros to a whole page, and after all else the header. Returns
+        the file's size, and that."""
         padded = round_up(self._used)
         self._buffers[0][self._used : padded] = bytes(padded - self._used)
         self._used = padded
         self._flush(0)
-        return self._at
-
-    def put_first(self, first: bytes) -> None:
-        """Write the file's first page, after all else."""
-        assert len(first) == PAGE_BYTES
-        self._buffers[0][:PAGE_BYTES] = first
-        self._write(self._buffers[0][:PAGE_BYTES], 0)
+        first = header(self._at - HEADER_BYTES)
+        self._buffers[0][: len(first)] = first
+        self._write(self._buffers[0][: len(first)], 0)
+        return self._at, first
 
     def _flush(self, in_flight: int) -> None:
         """Have the buffer written; blocks while there are more writes than that."""
