@@ -43,14 +43,14 @@ def run(store, kind=torch.optim.AdamW, steps=3, strategy="full"):
 @pytest.fixture
 def held(monkeypatch):
     """What is read of an optimizer's moments waits for it."""
-    event, read = threading.Event(), load._Task.read
+    event, read = threading.Event(), load._Task._read_from
 
-    def wait_and_read(task, span):
+    def wait_and_read(task, span, source):
         if any(".exp_avg" in target.name for target in span.targets):
             assert event.wait(60)
-        read(task, span)
+        read(task, span, source)
 
-    monkeypatch.setattr(load._Task, "read", wait_and_read)
+    monkeypatch.setattr(load._Task, "_read_from", wait_and_read)
     yield event
     event.set()
 

@@ -36,8 +36,7 @@ def _made(
     from everstep.restore.materialize import materialize
 
     for name in chosen:
-        there = catalog.read_manifest(disk, name), catalog.read_state(disk, name)
-        if any(each and each.is_whole for each in there):
+        if catalog.read_whole(disk, name):
             yield name, None
             continue
         began = time.monotonic()

@@ -108,8 +108,10 @@ class Described:
                 problem = "its parts differ in what it is"
             elif find_flaw(spec.shape, pieces, holes=False):
                 problem = "two pieces overlap"
-            elif missed := next((box for box in boxes if not _is_covered(box, pieces)), None):
-                problem = f"elements {missed} are not all in those parts of which the index tells"
+            for box in () if problem else boxes:
+                common = (each.intersect(box) for each in pieces)  # which do not overlap
+                if box.count != sum(each.count for each in common if each):
+                    problem = f"elements {box} are not all in those parts of which the index tells"
             if problem:
                 step = self.manifest.step
                 raise Corrupt(f"reading step {step} of {where}: tensor {name!r}: {problem}")
@@ -186,8 +188,3 @@ def _problems_of(tables: Sequence[Table]) -> Iterator[str]:
             hole = f"elements {flaw.box} are in no piece"
             problem = f"two pieces overlap at {flaw.box}" if flaw.members else hole
             yield f"tensor {name!r}: {problem}"
-
-
-def _is_covered(box: Box, pieces: Sequence[Box]) -> bool:
-    """By pieces that do not overlap."""
-    return box.count == sum(common.count for each in pieces if (common := each.intersect(box)))

@@ -299,7 +299,7 @@ class Data:
 
     def base(self, name: Previous) -> Base | None:
         """Itself as the base of the next one, where that can want it. It is committed as `name`."""
-        if not self._encoding.is_near:
+        if not self._encoding.layout.samples:
             return None
         stored = self._stored()
         contents = {

@@ -94,11 +94,6 @@ class _Layout:
                 sizes[chunk.what] = sizes.get(chunk.what, 0) + chunk.size
         return cls(sizes, firsts)
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether samples are to be taken."""
-        return not self.samples or self.age % _RENEW_SAVES == 0
-
     def find_masters(self, table: Table, view: View) -> None:
         """Look which chunks are rounded; blocks until all has arrived, if there can be any."""
         self.masters = find_masters(table, view, SMALL_BYTES)
@@ -144,9 +139,8 @@ class Speeds:
 class Encoding:
     """What is done with the chunks of one part. Its methods are for any thread.
 
-    `encoders`: by `what` an extent is; none where all stays raw. `is_near`: whether the link is so
-    slow that anything can come of it. `wanted`: of which chunks, by their digests, samples are
-    taken.
+    `encoders`: by `what` an extent is; none where all stays raw. `wanted`: of which chunks, by
+    their digests, samples are taken.
     """
 
     encoder: "Encoder"
@@ -154,7 +148,6 @@ class Encoding:
     view: View
     encoders: Mapping[str, str] = field(default_factory=dict)
     base: Base | None = None
-    is_near: bool = False
     wanted: Set[int] = frozenset()
 
     def look(self, chunk: Extent, raw: memoryview) -> None:
@@ -234,17 +227,16 @@ class Encoder:
         `link_bytes_per_s`: of the slowest tier that it goes to. `table`: of a state, in which some
         tensors may be rounded from others. `base`: what it may have differences to. Raises
         Unsupported where the trainer gives it up."""
-        if self._mode == codec.RAW:
-            return Encoding(self, _Layout({}, {}), view)
         free = min(self._cores.look(self._spent_s), THREADS)
         layout = self._layouts.pop(document, None) or _Layout.of(chunks)
         self._layouts[document] = layout
         for oldest in list(self._layouts)[:-_LAYOUTS_MAX]:
             del self._layouts[oldest]
         is_near = link_bytes_per_s is not None and link_bytes_per_s < REACH_BYTES_PER_S * free
-        if not layout.sizes or not (is_near or is_record):
+        is_wanted = self._mode != codec.RAW and (is_near or is_record)
+        if not layout.sizes or not is_wanted:
             return Encoding(self, layout, view)
-        is_stale = is_near and layout.is_stale
+        is_stale = is_near and (not layout.samples or layout.age % _RENEW_SAVES == 0)
         if is_stale and table is not None:
             layout.find_masters(table, view)
         known = layout.samples if is_near else {}
@@ -253,12 +245,11 @@ class Encoder:
         if not base:
             samples = {name: each.without(codec.DIFFERENCE) for name, each in samples.items()}
         encoders = choose(samples, link_bytes_per_s, free)
-        encoding = Encoding(self, layout, view, encoders, base, is_near)
-        if is_stale or (base and not knows_differences):
-            encoding.wanted = {chunk.digest for chunk in layout.firsts.values()}
+        is_sampled = is_stale or (base is not None and not knows_differences)
+        wanted = {chunk.digest for chunk in layout.firsts.values()} if is_sampled else frozenset()
         layout.age += is_near
         self._limit = threading.Semaphore(max(1, round(free)))
-        return encoding
+        return Encoding(self, layout, view, encoders, base, wanted)
 
     def _probe(self, layout: _Layout, view: View, encoders: tuple[str, ...]) -> dict[str, Sample]:
         """The first chunk's figures, for all that is of such items; blocks until it has arrived."""

@@ -207,13 +207,8 @@ class _Task:
                 span = left.popleft()
             except IndexError:
                 return
-            self.read(span)
-
-    def read(self, span: Span) -> None:
-        """One span: from the first source whose bytes are right."""
-        if all(target.name in self.already and self._is_there(target) for target in span.targets):
-            return
-        from_first(self.sources[span.pack], partial(self._read_from, span))
+            if not all(each.name in self.already and self._is_there(each) for each in span.targets):
+                from_first(self.sources[span.pack], partial(self._read_from, span))
 
     def _is_there(self, target: Target) -> bool:
         """Whether its bytes are in their place."""

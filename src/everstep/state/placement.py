@@ -71,10 +71,6 @@ def _alone(name: str) -> None:
     """Nothing that a new tensor of this name could be laid out as."""
 
 
-def _unread(stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
-    raise AssertionError(stream)
-
-
 @dataclass(slots=True)
 class Placement:
     """Collects destinations, problems and final actions from all parts of the state.
@@ -100,7 +96,7 @@ class Placement:
     """The tensors, by id(), that a replay brings to where they are to be."""
     settled_names: Set[str] = frozenset()
     """What of the checkpoint is theirs."""
-    read_stream: Callable[[Stream], Iterator[tuple[str, Iterator[Any]]]] = field(default=_unread)
+    read_stream: Callable[[Stream], Iterator[tuple[str, Iterator[Any]]]] | None = None
     late: set[str] = field(default_factory=set)
     """Stored tensors that nobody needs before the first update."""
     offers: dict[str, tuple[str, bool]] = field(default_factory=dict)

@@ -70,6 +70,7 @@ class StreamState(AtTheCall):
             return
 
         def load() -> None:
+            assert placement.read_stream
             self.known, self.loads = None, self.loads + 1
             self.value.load_stream(placement.read_stream(stream))
             found: Future[Stream] = Future()
