@@ -127,7 +127,9 @@ class Layerwise:
         """Give the slot with these entries, which were settled, to a caller whose record has this
         plan. Where another plan was expected, copies of them on the CPU, when they are made; the
         slot is given back, and nothing expected. So it is where there are none."""
-        self._finish()
+        with self._lock:  # nothing arrives in the slot after this, but what `_landings` tell of
+            for group in self._groups:
+                group.wait()
         slot, expected, found = self._slot, self._plan, dict[str, torch.Tensor]()
         assert not gradients or (slot and expected), "they were settled in a slot"
         early = None
@@ -222,12 +224,6 @@ class Layerwise:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
-
-    def _finish(self) -> None:
-        """Nothing arrives in the slot after this, but what `_landings` tell of."""
-        with self._lock:
-            for group in self._groups:
-                group.wait()
 
     def _forget(self) -> None:
         with self._lock:

@@ -27,8 +27,8 @@ from everstep.state.optimizers import install
 MASTER = "master"
 """The key under which the state of a parameter has it in float32."""
 
-CHUNK_BYTES = 8 << 20
-"""Of parameters that are updated together, unless one is larger; four times that is their state."""
+CHUNK_BYTES = 24 << 20
+"""Of weights and state that are updated together, unless those of one parameter are more."""
 
 _FLAGS_AT = 8
 

@@ -60,8 +60,7 @@ class Shared:
             spec.size + sum(each.size for each in row)
             for spec, row in zip(specs, states_of, strict=True)
         ]
-        rows = ((index, _master_bytes(each)) for index, each in enumerate(self._parameters))
-        self.chunks = in_groups(rows, CHUNK_BYTES)
+        self.chunks = in_groups(enumerate(sizes), CHUNK_BYTES)
         """Indices of parameters that are updated together."""
         self._chunk_of = {
             index: number for number, chunk in enumerate(self.chunks) for index in chunk
@@ -204,11 +203,6 @@ def _encoded(group: dict[str, Any], number: int, sink: Any) -> dict[str, Any]:
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Byte by byte."""
     return torch.equal(bytes_of(one), bytes_of(other))
-
-
-def _master_bytes(parameter: torch.Tensor) -> int:
-    size = 4 if has_master(parameter.dtype) else parameter.element_size()
-    return local_of(parameter).numel() * size
 
 
 def _state_specs(

@@ -53,11 +53,9 @@ def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) 
         sources = _Sources(to, loader, found.problems)
         plan = _Plan.of(found, sources)
         if plan is None or found.problems:
-            problems = found.problems
             raise Mismatch(
-                f"merging {recipe}: nothing was written, as {len(problems)} "
-                f"{'thing does' if len(problems) == 1 else 'things do'} not fit: "
-                f"{'; '.join(problems)}"
+                f"merging {recipe}: nothing was written, as not all fits: "
+                f"{'; '.join(found.problems)}"
             )
         target = new_store(to, "merging")
         draft = plan.draft(recipe)
