@@ -3,8 +3,9 @@ state is there, as the last update left it, and a restore reads only what differ
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
-from everstep.errors import Corrupt, Unavailable
+from everstep.errors import Unavailable
 from everstep.format.document import digest_of
 from everstep.keeper.arena import FILE, OPTIMIZER, Arena
 from everstep.keeper.client import Client
@@ -41,24 +42,18 @@ class OptimizerArenas:
 
     def _adopt(self, key: str, optimizer: OffloadedOptimizer, arena: Arena) -> None:
         """Where it cannot be had, the state is read."""
-        identity = arena.identity
-        try:
-            own = Arena.of(key, os.dup(arena.fd))
-        except (Corrupt, OSError):
-            arena.close()
-            return
-        try:
+        own = Arena.of(key, os.dup(arena.fd))
+        is_ours = False
+        with suppress(Unavailable):
             is_ours = self._client.adopt(key, arena)  # which has it from then on
-        except Unavailable:
-            is_ours = False
-        if is_ours and optimizer.adopt(own):
-            self._given[key] = identity
-            return
-        own.close()
-        if is_ours:
-            self._client.release_arena(key)
-        else:
+        if not is_ours:
             arena.close()
+        elif optimizer.adopt(own):
+            self._given[key] = own.identity
+            return
+        else:
+            self._client.release_arena(key)
+        own.close()
 
     def _optimizers(self) -> Iterator[tuple[str, OffloadedOptimizer]]:
         for each in self._state.optimizers:

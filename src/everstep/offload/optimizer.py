@@ -70,6 +70,9 @@ class OffloadedOptimizer(Optimizer):
         self.has_adopted = False
         """Whether its memory had been that of one before it."""
         super().__init__(params, defaults)
+        # A class that has a load_state_dict() of its own says itself what its state is.
+        self.register_load_state_dict_pre_hook(_keep_loaded)
+        self.register_load_state_dict_post_hook(_put_loaded)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -123,20 +126,6 @@ class OffloadedOptimizer(Optimizer):
             if self.overlap:
                 self.overlap.watch(parameter)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's; but state has the dtype that it was saved in, and not that of parameters."""
-        if self.overlap:
-            self.overlap.stop()
-        super().load_state_dict(state_dict)
-        if self.overlap:
-            self.overlap.replaced()
-        parameters = [each for group in self.param_groups for each in group["params"]]
-        for index, values in state_dict["state"].items():
-            self.state[parameters[index]] = {
-                key: value.clone() if isinstance(value, torch.Tensor) else value
-                for key, value in values.items()
-            }
-
     def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """Where the state of a parameter is to lie, by its keys: who restores reads into it."""
         return {} if self.in_process else self._share().room(parameter)
@@ -184,6 +173,25 @@ def _problem_of(parameter: torch.Tensor, kind: type[Optimizer]) -> str | None:
     elif group_size() > 1:
         return "that each rank updates whole, as in DDP. Shard the model (FSDP2)"
     return None
+
+
+def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    optimizer._everstep_loaded = state_dict["state"]  # type: ignore[attr-defined]
+
+
+def _put_loaded(optimizer: Optimizer) -> None:
+    """As it was saved: torch has cast it to the parameters' dtype."""
+    assert isinstance(optimizer, OffloadedOptimizer)
+    if optimizer.overlap:
+        optimizer.overlap.stop()
+        optimizer.overlap.replaced()
+    loaded = optimizer.__dict__.pop("_everstep_loaded")
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    for index, values in loaded.items():
+        optimizer.state[parameters[index]] = {
+            key: value.clone() if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
 
 
 def _is_left(fd: int) -> bool:

@@ -53,19 +53,18 @@ class Worker:
 
     def handle(self, message: wire.Message, fds: list[int]) -> None:
         """Answer one message; owns `fds`. Raises OSError where the keeper is gone."""
-        arenas = [self._arena(fd) for fd in fds]
         try:
             if message["type"] == "lend":
                 self._lend()
             else:
-                self._follow(message["saves"], arenas)
+                self._follow(message["saves"], list(map(self._arena, fds)))
         except EverstepError as error:
             self._send({"type": "failed", **wire.failure(error)})
         except Exception as error:  # noqa: BLE001 - torch's and the optimizers'
             said = {"kind": "Unsupported", "message": repr(error)[: wire.TEXT_MAX]}
             self._send({"type": "failed", **said})
 
-    def _follow(self, saves: list[Any], arenas: list[Arena | None]) -> None:
+    def _follow(self, saves: list[Any], arenas: Sequence[Arena]) -> None:
         jobs = {CheckpointName(step, epoch): _jobs(arenas, places) for step, epoch, places in saves}
         has_base = False
         with contextlib.suppress(Missing, Conflict):  # retention was quicker; or another writer
@@ -82,8 +81,8 @@ class Worker:
         arena = self._replica.lend()
         self._send({"type": "lent"}, [arena.fd] if arena else [])
 
-    def _arena(self, fd: int) -> Arena | None:
-        """That of a trainer; None for what is none."""
+    def _arena(self, fd: int) -> Arena:
+        """That of a trainer, which is mapped once."""
         found = os.fstat(fd)
         key = found.st_dev, found.st_ino
         if key in self._arenas:
@@ -91,10 +90,7 @@ class Worker:
             return self._arenas[key]
         for other in list(self._arenas)[:-_ARENAS_MAX]:
             self._arenas.pop(other).close()
-        try:
-            self._arenas[key] = Arena(fd)
-        except (EverstepError, OSError):
-            return None
+        self._arenas[key] = Arena(fd)
         return self._arenas[key]
 
     def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
@@ -122,15 +118,13 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _jobs(arenas: Sequence[Arena | None], places: list[Any]) -> list[Job]:
+def _jobs(arenas: Sequence[Arena], places: list[Any]) -> list[Job]:
     """The slots of a checkpoint, if all of them still hold it."""
-    found = []
-    for at, slot, sequence in places:
-        arena = arenas[at]
-        if arena is None or not 0 <= slot < arena.slot_count or arena.sequence_of(slot) != sequence:
-            return []
-        found.append(Job(arena, slot, sequence))
-        found[-1].arrival.advance(ALL)
+    found = [Job(arenas[at], slot, sequence) for at, slot, sequence in places]
+    if any(job.arena.sequence_of(job.slot) != job.sequence for job in found):
+        return []
+    for job in found:
+        job.arrival.advance(ALL)
     return found
 
 
