@@ -281,12 +281,13 @@ def test_a_store_of_another_format_is_left_alone(
 def test_a_store_of_somebody_else(
     store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> bool:
+    def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "is_file", refuse)
+    monkeypatch.setattr(os, "stat", refuse)
     assert run("ls", store) == 1
-    assert f"opening {store}: this user" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"looking for {store / 'everstep.json'}: Permission denied. This user may not" in said
 
 
 def test_usage_errors_exit_with_2(store: Path, capsys: CAPTURED) -> None:

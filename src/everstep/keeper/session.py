@@ -184,8 +184,7 @@ class Session:
                 who = f"process {self.pid} died" if self.dead else f"process {self.pid} stopped"
                 job.arrival.give_up(f"{who} while its state was copied (job {sequence})")
             if is_new:
-                offer = self.team.offer_found if is_found else self.team.offer
-                offer(self.local, job)
+                self.team.offer(self.local, job, is_found=is_found)
         self._look_at_spill()
 
     def newest(self) -> tuple[int, str, SlotState] | None:

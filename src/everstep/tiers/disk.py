@@ -88,7 +88,7 @@ class Disk:
         is there. Durable after `sync_entries`. Raises Unavailable."""
         if not isinstance(other, Disk):
             return False
-        with self._telling("linking", path, 0):
+        with self._telling("linking", path):
             self._make_directories([os.path.dirname(path)])
             theirs, own = str(other.root / path), str(self.root / path)
             try:
@@ -103,7 +103,7 @@ class Disk:
 
     def settle(self, path: str) -> None:
         """Make a file durable that another process may have written, and not synced."""
-        with self._telling("syncing", path, 0):
+        with self._telling("syncing", path):
             fd = self._system.open(str(self.root / path), os.O_RDONLY)
             try:
                 self._system.fsync(fd)
@@ -139,7 +139,7 @@ class Disk:
 
     def make_directories(self, directories: Sequence[str]) -> None:
         """Make directories durably, with one sync for all that lie in the same one."""
-        with self._telling("making", directories[0] if directories else "", 0):
+        with self._telling("making", directories[0] if directories else ""):
             self._make_directories(directories)
 
     def holds(self, path: str) -> bool:
@@ -150,7 +150,7 @@ class Disk:
         if (found := self._stat(path)) is None:
             return False
         if self._known_files.get(path) != found.st_ino:
-            with self._telling("looking for", path, 0):
+            with self._telling("looking for", path):
                 self._sync_directory(os.path.dirname(path))
             self._known_files[path] = found.st_ino
         return True
@@ -166,12 +166,11 @@ class Disk:
         return time.time() - found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
 
     def _stat(self, path: str) -> os.stat_result | None:
-        try:
-            return os.stat(self.root / path)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise Unavailable(f"looking for {self.root / path}: {error.strerror}") from error
+        with self._telling("looking for", path):
+            try:
+                return os.stat(self.root / path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
 
     def read(self, path: str) -> bytes:
         """The whole of a document; raises Missing, or Corrupt where it is too large to be one."""
@@ -180,21 +179,19 @@ class Disk:
 
     def open(self, path: str, direct: bool = False) -> DiskReader:
         """Open for reading; `direct` bypasses the page cache where file and alignment allow it."""
-        try:
-            return DiskReader(str(self.root / path), direct)
-        except FileNotFoundError:
-            raise Missing(f"reading {self.root / path}: there is no such file") from None
-        except OSError as error:
-            raise Unavailable(f"reading {self.root / path}: {error.strerror}") from error
+        with self._telling("reading", path):
+            try:
+                return DiskReader(str(self.root / path), direct)
+            except FileNotFoundError:
+                raise Missing(f"reading {self.root / path}: there is no such file") from None
 
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted; empty where there is none."""
-        try:
-            return sorted(os.listdir(self.root / directory))
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise Unavailable(f"listing {self.root / directory}: {error.strerror}") from error
+        with self._telling("listing", directory):
+            try:
+                return sorted(os.listdir(self.root / directory))
+            except FileNotFoundError:
+                return []
 
     def holders(self, directory: str, name: str) -> Sequence[str]:
         """What lies in a directory and has a file of this name in it; sorted."""
@@ -203,13 +200,12 @@ class Disk:
 
     def bytes_in(self, directory: str) -> int:
         """Of the files in a directory, together; 0 where there is none. Raises Unavailable."""
-        try:
-            with os.scandir(self.root / directory) as entries:
-                return sum(entry.stat().st_size for entry in entries if entry.is_file())
-        except FileNotFoundError:
-            return 0
-        except OSError as error:
-            raise Unavailable(f"listing {self.root / directory}: {error.strerror}") from error
+        with self._telling("listing", directory):
+            try:
+                with os.scandir(self.root / directory) as entries:
+                    return sum(entry.stat().st_size for entry in entries if entry.is_file())
+            except FileNotFoundError:
+                return 0
 
     def delete(self, path: str) -> None:
         """Remove a file durably, and its directory where that is empty then.
@@ -217,7 +213,7 @@ class Disk:
         No error where it is gone already: but durably too, since whoever removed it may have died
         before its own sync.
         """
-        with self._telling("deleting", path, 0):
+        with self._telling("deleting", path):
             self._known_files.pop(path, None)
             parent = os.path.dirname(path)
             with contextlib.suppress(FileNotFoundError):
@@ -242,7 +238,7 @@ class Disk:
 
     def sync(self, directory: str) -> None:
         """Make what is (and is not) in a directory durable; nothing to do where there is none."""
-        with self._telling("syncing", directory, 0), contextlib.suppress(FileNotFoundError):
+        with self._telling("syncing", directory), contextlib.suppress(FileNotFoundError):
             self._sync_directory(directory)
 
     @contextmanager
@@ -252,10 +248,8 @@ class Disk:
         Waits at most LOCK_WAIT_S, then raises Unavailable. A file system without locks has none.
         """
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        try:
+        with self._telling("locking", ""):
             fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError as error:
-            raise Unavailable(f"locking {self.root}: {error.strerror}") from error
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
             while not self._try_lock(fd, kind):
@@ -364,5 +358,7 @@ class Disk:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
 
-    def _telling(self, verb: str, path: str, size: int) -> AbstractContextManager[None]:
+    def _telling(
+        self, verb: str, path: str, size: int | None = None
+    ) -> AbstractContextManager[None]:
         return telling(verb, self.root / path, size)

@@ -30,7 +30,8 @@ _ADVICE = {
     "(keep=everstep.Keep(last=3))",
     errno.EDQUOT: ". The quota is used up: free some space, or keep fewer checkpoints",
     errno.EROFS: ". The file system is read-only: choose another place for the store",
-    errno.EACCES: ". This user may not write there: run it as the owner, or choose another store",
+    errno.EACCES: ". This user may not do that, as a store is for its owner only: run it as the "
+    "owner, or choose another store",
 }
 _NO_FILE = (errno.ENXIO, errno.ENODEV, errno.ELOOP)  # sockets, devices, links in a circle
 
@@ -153,13 +154,14 @@ class NewFile:
 
 
 @contextmanager
-def telling(verb: str, where: object, size: int) -> Iterator[None]:
+def telling(verb: str, where: object, size: int | None = None) -> Iterator[None]:
     """Raises Unavailable for an OSError, with what to do about it."""
     try:
         yield
     except OSError as error:
         advice = _ADVICE.get(error.errno or 0, "")
-        said = f"{verb} {where} ({size} bytes): {error.strerror or error}{advice}"
+        how_much = "" if size is None else f" ({size} bytes)"
+        said = f"{verb} {where}{how_much}: {error.strerror or error}{advice}"
         raise Unavailable(said) from error
 
 

@@ -177,17 +177,13 @@ class Team:
             for local in set(range(self.size)) - self._sessions.keys() - self._gone.keys():
                 self.lose(local, "it has not attached")
 
-    def offer(self, local: int, job: Job | Gap) -> None:
-        """The next job of a rank, or that it left a step out."""
+    def offer(self, local: int, job: Job | Gap, *, is_found: bool = False) -> None:
+        """The next job of a rank, or that it left a step out. `is_found`: a former keeper may have
+        committed it, and have told others of it, who hand in nothing more."""
         with self._changed:
             self._queues[local].append(job)
             self._match()
-
-    def offer_found(self, local: int, job: Job) -> None:
-        """As `offer`, of a job that a former keeper may have committed, and have told others of,
-        who hand in nothing more."""
-        self.offer(local, job)
-        if self.size > 1:
+        if is_found and self.size > 1 and isinstance(job, Job):
             self.put(lambda: self._end_committed(local, job))
 
     def put(self, task: Task) -> None:
