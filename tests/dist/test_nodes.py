@@ -213,11 +213,25 @@ def test_all_ranks_restore_what_all_of_them_see(gang, store, blind):
     assert runs[0].losses == saved.losses[2:]
 
 
-def leaves_out(store, nodes, culprit):
+def say_late(client):
+    """What is left out is told when the next step has been announced: each by its own thread."""
+    said, submit, leave_out = [], client.submit, client.leave_out
+
+    def submit_first(*arguments):
+        submit(*arguments)
+        while said:
+            leave_out(*said.pop(0))
+
+    client.submit, client.leave_out = submit_first, lambda *arguments: said.append(arguments)
+
+
+def leaves_out(store, nodes, culprit, is_late):
     """What became of three steps, the second of which one rank cannot capture."""
     os.environ["EVERSTEP_NODE"] = nodes[dist.get_rank()]
     model, held, ended = torch.nn.Linear(4, 4), {"value": 1}, []
     with Checkpointer(store, {"model": model, "held": held}, strategy="full") as made:
+        if is_late:
+            say_late(made._client)
         for step in range(1, 4):
             held["value"] = object() if step == 2 and dist.get_rank() == culprit else step
             try:
@@ -228,9 +242,12 @@ def leaves_out(store, nodes, culprit):
     return ended
 
 
-@pytest.mark.parametrize("culprit", [0, 3])
-def test_what_a_rank_leaves_out_fails_on_all_nodes_at_once(gang, store, culprit):
-    for rank, ended in enumerate(gang.run(leaves_out, store, NODES, culprit)):
+@pytest.mark.parametrize(
+    ("nodes", "culprit", "is_late"), [(NODES, 0, False), (NODES, 3, False), ("ab", 1, True)]
+)
+def test_what_a_rank_leaves_out_fails_on_all_nodes_at_once(gang, store, nodes, culprit, is_late):
+    runs = gang.run(leaves_out, store, nodes, culprit, is_late, size=len(nodes))
+    for rank, ended in enumerate(runs):
         assert ended[::2] == ["", ""]
         assert ended[1].startswith("Unsupported" if rank == culprit else "Unavailable"), ended[1]
         why = "left it out" in ended[1] or "not all of its ranks have it" in ended[1]

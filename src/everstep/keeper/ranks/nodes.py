@@ -91,6 +91,7 @@ class Nodes:
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
         self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
+        self._left_out: deque[tuple[int, int, str]] = deque()
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
@@ -163,6 +164,17 @@ class Nodes:
         commit.publish(self._disk, found, document, tables, self._own)
 
     # ---- what this node has nothing of -----------------------------------------------------
+
+    def leave_out(self, step: int, call: int, reason: str) -> None:
+        """There will be nothing of this step, in this call; `tell_left_out` tells it. Any
+        thread."""
+        self._left_out.append((step, call, reason))
+
+    def tell_left_out(self) -> None:
+        """Tell the others what was left out. Also while this node waits for them, as they may wait
+        for just that: a trainer announces a step while word of the one before is on its way."""
+        while self._left_out:
+            self.tell_absence(*self._left_out.popleft())
 
     def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There is nothing of this step, in this call: durably, unless it or a later one is
@@ -278,6 +290,7 @@ class Nodes:
         parts_s = float(os.environ.get("EVERSTEP_PARTS_S", PARTS_S))
         orphans_s, pause = min(ORPHANS_S, parts_s), _PAUSE_S_MIN
         while (found := look()) is None:
+            self.tell_left_out()
             now = time.monotonic()
             self._orphaned = None if self._is_awaited() else self._orphaned or now
             is_orphan = self._orphaned is not None and now - self._orphaned > orphans_s

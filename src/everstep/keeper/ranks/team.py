@@ -233,13 +233,15 @@ class Team:
                 ),
                 f"local ranks {sorted(heads.keys() - late.keys())} left it out",
             ]
+            if self._nodes:
+                for step, call in sorted({(head.step, head.call) for head in taken.values()}):
+                    self._nodes.leave_out(step, call, reasons[0])
             self.put(lambda taken=taken, reason=reasons[0]: self._give_up(taken, reason))  # type: ignore[misc]
 
     def _give_up(self, heads: Mapping[int, Job | Gap], reason: str) -> None:
         """Other ranks, also those of other nodes, need not wait for these, nor they for others."""
         if self._nodes:
-            for step, call in sorted({(head.step, head.call) for head in heads.values()}):
-                self._nodes.tell_absence(step, call, reason)
+            self._nodes.tell_left_out()
         for local, job in heads.items():
             session = self._sessions.get(local)
             if session is None or isinstance(job, Gap):
