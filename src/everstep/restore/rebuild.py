@@ -47,15 +47,16 @@ class Rebuilt:
         self._logs = {_key_of(log): log for log in chain.logs}
         with torch.device("cpu"):
             placement = Placement(Saved.of(chain.base))
-            wanted = _places(chain.base.tensors)
-            self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
             classes = {call["optimizer"]: call["class"] for call in chain.calls}
             if goes_on:
                 classes |= chain.last.manifest.classes
             self._optimizers = self._built(classes, placement)
+            for entry in chain.base.tensors.values():
+                if entry.spec.name not in placement.destinations:
+                    placement.new(entry.spec.name, "cpu")
             placement.check(chain.base.manifest.step, candidate.disk.root)
-            for name, row in placement.destinations.items():
-                wanted[name], self._tensors[name] = row, row[1][0].tensor
+            wanted = placement.destinations
+            self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
             self._records = Records(
                 candidate,
                 chain,
@@ -98,10 +99,7 @@ class Rebuilt:
         kept = {whole.spec.name for whole in saved.tensors.values()}
         found = {name: tensor for name, tensor in self._tensors.items() if name in kept}
         for optimizer in self._optimizers.values():
-            for _, parameter_name, parameter, _ in optimizer.parameters():
-                for key, value in optimizer.optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, torch.Tensor):
-                        found[f"{optimizer.name}.{parameter_name}.{key}"] = value
+            found |= {leaf.name: leaf.tensor for leaf in optimizer.tensors()}
         return found
 
     def _built(self, classes: Mapping[str, str], placement: Placement) -> dict[str, OptimizerState]:
@@ -113,15 +111,21 @@ class Rebuilt:
             )
         found = {}
         for index, (key, kind) in enumerate(classes.items()):
-            found[key] = self._optimizer(key, kind, index, tables[key]["groups"])
+            of_parameters = tables[key]["groups"]
+            tensors = {name: placement.new(name, "cpu") for name in of_parameters}
+            found[key] = self._optimizer(key, kind, index, tensors, of_parameters)
             found[key].prepare(placement)
         return found
 
     def _optimizer(
-        self, name: str, kind: str, index: int, of_parameters: Mapping[str, int]
+        self,
+        name: str,
+        kind: str,
+        index: int,
+        tensors: Mapping[str, torch.Tensor],
+        of_parameters: Mapping[str, int],
     ) -> OptimizerState:
-        """`of_parameters`: by name, the group of each."""
-        tensors = self._tensors
+        """`tensors`, `of_parameters`: by name, its parameters, and the group of each."""
         module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
         cls = getattr(torch.optim, class_name, None)
         if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
@@ -148,7 +152,7 @@ class Rebuilt:
             optimizer = OffloadedOptimizer(cls, groups)
             optimizer.in_process = True
         found = OptimizerState(name, optimizer, index)
-        found.parameter_names = {id(tensors[parameter]): parameter for parameter in of_parameters}
+        found.parameter_names = {id(tensor): parameter for parameter, tensor in tensors.items()}
         return found
 
     def _fill_rest(
@@ -156,13 +160,14 @@ class Rebuilt:
     ) -> None:
         """Read what of these no optimizer changes, where a tensor of that kind is already to
         there."""
-        wanted = _places(tensors, names, self._optimized)
-        for name, (whole, (place,)) in wanted.items():
-            before = self._tensors.get(name)
-            if before is not None and _is_alike(before, place.tensor):
-                wanted[name] = whole, [LocalBox.whole(before)]
-            else:
-                self._tensors[name] = place.tensor
+        wanted: dict[str, tuple[TensorEntry, list[LocalBox]]] = {}
+        for whole in tensors.values():
+            if (name := whole.spec.name) in names and not is_brought(whole, self._optimized):
+                new = empty(whole)
+                here = self._tensors.setdefault(name, new)
+                if (here.dtype, here.shape, here.stride()) != (new.dtype, new.shape, new.stride()):
+                    here = self._tensors[name] = new
+                wanted[name] = whole, [LocalBox.whole(here)]
         fill(self._candidate, versions, wanted, self._loader)
 
 
@@ -174,20 +179,3 @@ def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, tor
 def _key_of(log: Described) -> tuple[str | None, ...]:
     """The same of steps that have the same tables."""
     return tuple(part.table.digest for part in log.manifest.all_parts)
-
-
-def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
-
-
-def _places(
-    tensors: Mapping[str, TensorEntry],
-    names: Set[str] | None = None,
-    but: Set[str] = frozenset(),
-) -> dict[str, tuple[TensorEntry, list[LocalBox]]]:
-    """New tensors for these (None: all), whole."""
-    return {
-        whole.spec.name: (whole, [LocalBox.whole(empty(whole))])
-        for whole in {each.spec.name: each for each in tensors.values()}.values()
-        if (names is None or whole.spec.name in names) and not is_brought(whole, but)
-    }
