@@ -84,7 +84,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
         chain = _chain_facts(store.chain(str(name))) if manifest.previous else None
     except EverstepError as error:
         broken = str(error)
-    kept = ("run", "parent", "topology", "capture", "hyperparameters", "objects")
+    kept = ("run", "parent", "topology", "capture", "classes", "hyperparameters", "objects")
     records = Described(manifest, tables).records if tables else []
     each_table = tables or (catalog.read_table(disk, part) for part in manifest.all_parts)
     tensors = _tensor_facts(manifest, each_table)
@@ -346,10 +346,8 @@ def _kind_of(name: str) -> str:
 def _optimizer_texts(facts: Facts) -> dict[str, str]:
     """Each optimizer's class, and its sets of hyperparameters but for what is off."""
     found = {}
-    classes = facts["topology"].get("optimizers")
     for optimizer, sets in facts["hyperparameters"].items():
-        if isinstance(classes, dict):
-            found[optimizer] = text.brief(classes.get(optimizer, ""))
+        found[optimizer] = text.brief(facts["classes"].get(optimizer, ""))
         for index, values in enumerate(sets):
             on = {
                 key: each for key, each in values.items() if each is not None and each is not False

@@ -447,15 +447,14 @@ def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compr
             "torch's own powerSGD_hook (torch.distributed.algorithms.ddp_comm_hooks): its "
             "gradients are recorded dense, and its memory is in no checkpoint"
         )
-    if kind not in (*_CASTS, "int8", "topk"):
-        raise ValueError(f"compress() knows {', '.join(_CASTS)}, int8, topk, not {kind!r}")
-    if kind in _CASTS and options:
-        raise TypeError(f"compress() has no option {next(iter(options))!r} for {kind!r}")
+    kinds: dict[str, type[Compression]]
+    kinds = {**dict.fromkeys(_CASTS, _Cast), "int8": _Int8, "topk": _TopK}
+    if kind not in kinds:
+        raise ValueError(f"compress() knows {', '.join(kinds)}, not {kind!r}")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not all(parameter.is_floating_point() for parameter in trained):
         raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
-    kinds: dict[str, type[Compression]] = {"int8": _Int8, "topk": _TopK}
-    compression = kinds.get(kind, _Cast)(model, kind, **options)
+    compression = kinds[kind](model, kind, **options)
     model.register_comm_hook(compression, _hook)
     return compression
 
