@@ -286,9 +286,12 @@ class Compression(ABC):
         known = self._numbers
         known |= {key: int(state_dict["numbers"].get(key, known[key])) for key in known}
 
-    def reduce(self, source: Any) -> Future:
-        """Send one bucket, torch's; the hook."""
-        work, finish = self._send(_Bucket(source, self._names))
+    def reduce(
+        self,
+        bucket: dist.GradBucket,  # type: ignore[name-defined] # torch looks at it
+    ) -> Future:
+        """Send one bucket; the hook."""
+        work, finish = self._send(_Bucket(bucket, self._names))
 
         def then(done: Any) -> Tensor:
             done.value()  # raises where it failed
@@ -455,12 +458,5 @@ def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compr
     if not all(parameter.is_floating_point() for parameter in trained):
         raise Unsupported(f"compressing by {kind!r}: a parameter is complex. Leave it uncompressed")
     compression = kinds[kind](model, kind, **options)
-    model.register_comm_hook(compression, _hook)
+    model.register_comm_hook(compression, Compression.reduce)
     return compression
-
-
-def _hook(
-    state: Compression,
-    bucket: dist.GradBucket,  # type: ignore[name-defined] # torch looks at it
-) -> torch.futures.Future[torch.Tensor]:
-    return state.reduce(bucket)
