@@ -392,24 +392,15 @@ def check_table(table: Table, part: Part, path: object) -> None:
 def check_follows(manifest: Manifest, name: object) -> None:
     """Raises Corrupt for a manifest that is neither a state nor records that follow one."""
     steps = [record.step for record in manifest.records]
-    previous = manifest.previous
-    is_state = (
-        bool(manifest.parts)
-        and previous is None
-        and steps == sorted(set(steps))
-        and steps[-1:] in ([], [manifest.step])
-        and all(part.steps <= manifest.step for part in manifest.parts)
-        and all(part.steps == manifest.step or steps for part in manifest.parts)
-    )
-    is_log = (
-        previous is not None
-        and not manifest.parts
-        and steps == sorted(set(steps))
-        and steps[-1:] == [manifest.step]
-        and previous.step < steps[0]
-        and previous.epoch <= manifest.epoch
-    )
-    if not is_state and not is_log:
+    parts, previous = manifest.parts, manifest.previous
+    is_right = steps == sorted(set(steps)) and steps[-1:] in ([], [manifest.step])
+    if previous is None:
+        is_right &= bool(parts) and all(part.steps <= manifest.step for part in parts)
+        is_right &= bool(steps) or all(part.steps == manifest.step for part in parts)
+    else:
+        is_right &= bool(steps) and previous.step < steps[0] and not parts
+        is_right &= previous.epoch <= manifest.epoch
+    if not is_right:
         raise Corrupt(f"reading the manifest of {name}: it is neither a state nor a log of one")
 
 
