@@ -34,7 +34,7 @@ class Streams:
     def __init__(self, disk: Tier, parts: Iterable[StreamState]) -> None:
         self._disk = disk
         self._parts = list(parts)
-        self._pool = ThreadPoolExecutor(1, "everstep-stream") if self._parts else None
+        self._pool = ThreadPoolExecutor(1, "everstep-stream")
         self._looked = (-1, 0)
 
     def take(self, step: int, epoch: int | None, failures: int) -> dict[str, Future[Stream]]:
@@ -60,7 +60,6 @@ class Streams:
         version = part.version
         if part.known and part.known[0] == version:
             return part.known[1]
-        assert self._pool
         name = CheckpointName(step, epoch or catalog.newest_epoch(self._disk) + 1)
         future = self._pool.submit(write_stream, self._disk, name, part, version)
         part.known = version, future
@@ -73,8 +72,7 @@ class Streams:
 
     def close(self) -> None:
         """Nothing more is begun."""
-        if self._pool:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def links_of(streams: Mapping[str, Future[Stream]]) -> dict[str, Any]:

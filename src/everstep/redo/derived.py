@@ -181,18 +181,14 @@ class Derived:
 
     def _by_part(self, collected: Collected) -> dict[str, dict[str, torch.Tensor]]:
         """What this rank has of each part, whoever writes it: a replay knows no writers."""
-        found: dict[str, dict[str, torch.Tensor]] = {part: {} for part in self.parts}
         if self._state.world.is_alone:  # it writes all
-            for leaf in self.leaves(collected):
-                if part := self._part_of(leaf.name):
-                    found[part][leaf.name] = leaf.tensor
-            return found
-        others = {name for tied in collected.aliases.values() for name in tied}
-        others.update(owned_names(collected.walk.optimizers))
-        for part in self.parts:
-            live = self._state.tensors_of(part)
-            found[part] = {name: tensor for name, tensor in live.items() if name not in others}
-        return found
+            here = {leaf.name: leaf.tensor for leaf in self.leaves(collected)}
+        else:
+            live = [self._state.tensors_of(part) for part in self.parts]
+            others = {name for tied in collected.aliases.values() for name in tied}
+            others.update(owned_names(collected.walk.optimizers))
+            here = {n: each for own in live for n, each in own.items() if n not in others}
+        return {part: {n: here[n] for n in here if is_in(n, [part])} for part in self.parts}
 
 
 def _check(part: str, state: State) -> None:
