@@ -100,6 +100,20 @@ def test_only_what_is_due_goes_there(local, remote):
     assert catalog.read_tags(tier_at(remote)) == catalog.read_tags(tier_at(local))
 
 
+def test_a_damaged_tag_holds_nothing_up(local, tmp_path):
+    """It is asked at each commit what has one; verify tells of it."""
+    tiers = Tiers(remote=str(tmp_path / "remote"), remote_every=3)
+    with everstep.Checkpointer(local, build(), strategy="full", tiers=tiers) as checkpointer:
+        checkpointer.save(1, tag="best").wait("remote", timeout=60)
+        tag = local / "tags" / "best.json"
+        tag.write_bytes(tag.read_bytes()[:-5])
+        checkpointer.save(2).wait("local", timeout=60)
+        checkpointer.save(3).wait("remote", timeout=60)
+        assert checkpointer._client.losses == 0
+    assert Store(tmp_path / "remote").steps() == [1, 3]
+    assert not Store(local).verify().ok
+
+
 def test_the_same_manifests_are_in_both(local, remote):
     run(trains, local, remote, "log")
     near, far = tier_at(local), tier_at(remote)

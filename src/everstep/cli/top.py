@@ -1,6 +1,7 @@
 """everstep top: what the keeper of a store is doing, while a run goes on."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Iterator
@@ -55,14 +56,11 @@ def status(store: str) -> dict[str, Any]:
 
 
 def _snapshots(store: str, interval_s: float) -> Iterator[dict[str, Any]]:
-    found = status(store)
-    while True:
-        yield found
-        time.sleep(interval_s)
-        try:
-            found = status(store)
-        except Missing:  # the run has ended
-            return
+    yield status(store)
+    with contextlib.suppress(Missing):  # the run has ended
+        while True:
+            time.sleep(interval_s)
+            yield status(store)
 
 
 def _watch(store: str, interval_s: float) -> None:

@@ -6,6 +6,7 @@ what it goes back to; of what a slow link cannot take, the oldest untagged steps
 counted.
 """
 
+import contextlib
 import logging
 import threading
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from everstep.errors import Conflict, EverstepError, Unavailable, Unsupported
+from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.measured import Speed
@@ -310,11 +311,21 @@ class RemoteCopies(Copies):
         self._presence.end(patience_s)
 
     def _is_due(self, name: CheckpointName) -> bool:
-        return self.takes(name.step) or name in self._tagged()
+        with contextlib.suppress(EverstepError):  # else it may have a tag
+            return self.takes(name.step) or name in self._tagged()
+        return True
 
     def _tagged(self) -> set[CheckpointName]:
         """And what is there already: neither is given up."""
-        return {*catalog.read_tags(self._disk).values(), *self._routed.copy()}
+        return {*self._tags().values(), *self._routed.copy()}
+
+    def _tags(self) -> dict[str, CheckpointName]:
+        """Those that can be read: who looks at the store is told of the others."""
+        found = {}
+        for tag in catalog.tags(self._disk):
+            with contextlib.suppress(Missing, Corrupt):
+                found[tag] = catalog.read_tag(self._disk, tag)
+        return found
 
     def _left(self) -> set[CheckpointName]:
         """What is due and not there: of a run that goes on, the newest of it."""
@@ -328,7 +339,7 @@ class RemoteCopies(Copies):
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
         lead(self._disk, self.tier)
-        tags = [tag for tag, at in catalog.read_tags(self._disk).items() if at == name]
+        tags = [tag for tag, at in self._tags().items() if at == name]
         copied = copy_checkpoint(
             self.source,
             self.tier,
