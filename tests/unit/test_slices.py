@@ -19,6 +19,10 @@ GROUP = [
 ]
 
 
+def named(tensors):
+    return [Leaf(str(index), tensor) for index, tensor in enumerate(tensors)]
+
+
 def flat(tensor):
     return tensor.resolve_conj().contiguous().view(-1).view(torch.uint8)
 
@@ -51,14 +55,16 @@ def digests(monkeypatch, tensors, count, number):
 @pytest.mark.parametrize("count", [1, 4])
 def test_any_byte_is_told(monkeypatch, count):
     known = [digests(monkeypatch, GROUP, count, number) for number in range(count)]
-    assert not any(differs(each, GROUP) for each in known)
+    assert not any(differs(each, named(GROUP)) for each in known)
     for index, tensor in enumerate(GROUP):
         others = [each.clone() for each in GROUP]
         others[index].view(-1)[-1:].logical_not_() if tensor.dtype is torch.bool else (
             others[index].resolve_conj().reshape(-1)[-1:].add_(1.0)
         )
         if not flat(others[index]).equal(flat(tensor)):
-            assert [differs(each, others) for each in known].count(count) == 1
+            (found,) = filter(None, (differs(each, named(others)) for each in known))
+            assert found[0] == count
+            assert str(index) in found[1]
 
 
 def test_a_sum_tells_bytes_and_their_places(monkeypatch):
@@ -93,6 +99,6 @@ def test_nonsense_is_no_digest(monkeypatch):
     known = digests(monkeypatch, GROUP, 2, 0)
     for bad in (torch.zeros(31, dtype=torch.uint8), torch.full((32,), 255, dtype=torch.uint8)):
         with pytest.raises((ValueError, rolling_digest.struct.error)):
-            differs([bad], GROUP)
-    assert differs([torch.zeros(32, dtype=torch.uint8)], GROUP) is None  # says nothing
-    assert differs([*known, known[0]], GROUP) is None  # of a GPU that is not here
+            differs([bad], named(GROUP))
+    assert differs([torch.zeros(32, dtype=torch.uint8)], named(GROUP)) is None  # says nothing
+    assert differs([*known, known[0]], named(GROUP)) is None  # of a GPU that is not here

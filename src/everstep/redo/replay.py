@@ -87,14 +87,13 @@ class Comparison:
     ) -> None:
         """Whether a part of the state, of these tensors, has the bytes that the run had after this
         step. `why`: what may be the cause, else. Raises OtherBytes, Corrupt."""
-        tensors = [leaf.tensor for leaf in leaves]
         with as_stored(step):
-            count = rolling_digest.differs(digests, tensors)
-        if count and self.is_binding:
-            found = [leaves[index].name for index in rolling_digest.members(digests, tensors)]
-            among = f", among them {', '.join(map(repr, found[:_NAMES_MAX]))}" if found else ""
+            found = rolling_digest.differs(digests, leaves)
+        if found and self.is_binding:
+            count, names = found
+            among = f", among them {', '.join(map(repr, names[:_NAMES_MAX]))}" if names else ""
             raise OtherBytes(step, part, f"the digest of 1/{count} of it{among}", count, why)
-        if count and self.first is None:
+        if found and self.first is None:
             self.first = step
 
 

@@ -17,6 +17,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain
+from typing import NamedTuple
 
 import torch
 import xxhash
@@ -67,14 +68,14 @@ class RollingDigests:
         self._owners = owners
         self._rank = rank
         self._is_full = is_full
-        self._rows: dict[str, dict[torch.device, Row]] = {}
+        self._rows: dict[str, Rows] = {}
         self._count = 1
         self._turn = 0
 
     def set(self, parts: Mapping[str, Sequence[torch.Tensor]], step_s: float) -> None:
         """What is digested from now on, so much at a time that it goes unseen beside a step of
         `step_s`: plain tensors, in an order that is the same at a replay on this layout."""
-        self._rows = {part: _rows(tensors) for part, tensors in parts.items()}
+        self._rows = {part: Rows.of(tensors) for part, tensors in parts.items()}
         found = chain.from_iterable(parts.values())
         self._count = 1 if self._is_full else count_for(found, step_s)
 
@@ -97,7 +98,7 @@ class Slice:
     def __init__(
         self,
         part: str,
-        rows: "Mapping[torch.device, Row]",
+        rows: "Rows",
         owner: int,
         number: int,
         count: int,
@@ -110,9 +111,7 @@ class Slice:
         self._number, self._count = number, count
         self._head = torch.empty(_HEAD.size, dtype=torch.uint8, device="cpu")
         self._sums = {
-            device: torch.empty(1, dtype=torch.int64, device=device)
-            for device in rows
-            if device.type != "cpu"
+            device: torch.empty(1, dtype=torch.int64, device=device) for device in rows.on_gpus
         }
         named = {name_of(part, None): self._head}
         for position, found in enumerate(self._sums.values()):
@@ -130,14 +129,13 @@ class Slice:
     def enqueue_on(self, device: torch.device) -> None:
         """Enqueue the digest of what lies there on the current stream; before `digest`."""
         if device in self._sums:
-            pieces = self._rows[device].cut(self._number, self._count)
+            pieces = self._rows.on_gpus[device].cut(self._number, self._count)
             self._sums[device].copy_(_sum(pieces, device))
 
     def digest(self) -> None:
         """Digest what lies on the CPU; blocks, without the GIL. Where somebody has written to the
         tensors since the update, the digest says nothing: K is 0."""
-        on_cpu = next((row for device, row in self._rows.items() if device.type == "cpu"), Row([]))
-        digest = digest_of(on_cpu.cut(self._number, self._count))
+        digest = digest_of(self._rows.on_cpu.cut(self._number, self._count))
         count = 0 if self._fingerprint.changed() else self._count
         head = _HEAD.pack(count, self._number, digest)
         self._head.copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -163,34 +161,27 @@ def known_digests(
     return {part: [own[place] for place in sorted(own)] for part, own in found.items()}
 
 
-def differs(known: Sequence[torch.Tensor], tensors: Iterable[torch.Tensor]) -> int | None:
-    """Returns K where the tensors have other bytes than the run had, as far as the digests of one
-    slice tell; else None. So where they lie on other kinds of devices. Waits for the device.
-    Raises ValueError and struct.error for what is no digest."""
+def differs(known: Sequence[torch.Tensor], leaves: Sequence[Leaf]) -> tuple[int, list[str]] | None:
+    """Returns K, and the names of the tensors on the CPU that have bytes in the slice, where they
+    have other bytes than the run had, as far as the digests of one slice tell; else None. So where
+    they lie on other kinds of devices. Waits for the device. Raises ValueError and struct.error
+    for what is no digest."""
     count, number, digest = _HEAD.unpack(bytes(known[0].tolist()))
     if count == 0:
         return None
     if not number < count <= COUNT_MAX:
         raise ValueError(f"slice {number} of {count} is none")
-    rows = _rows(tensors)
-    on_gpus = [device for device in rows if device.type != "cpu"]
-    if len(on_gpus) != len(known) - 1:
+    rows = Rows.of(leaf.tensor for leaf in leaves)
+    if len(rows.on_gpus) != len(known) - 1:
         return None
-    slices = {device: row.cut(number, count) for device, row in rows.items()}
-    pieces = next((found for device, found in slices.items() if device.type == "cpu"), ())
-    is_same = digest_of(pieces) == digest
-    for device, then in zip(on_gpus, known[1:], strict=True):
-        is_same &= _sum(slices[device], device).cpu().view(torch.uint8).equal(then.cpu())
-    return None if is_same else count
-
-
-def members(known: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Which of the tensors on the CPU have bytes in the slice that was digested. Raises as
-    `differs`."""
-    count, number, _ = _HEAD.unpack(bytes(known[0].tolist()))
-    here = [i for i, each in enumerate(tensors) if each.numel() and each.device.type == "cpu"]
-    spans = Row([tensors[index] for index in here]).spans(number, count)
-    return [here[position] for position, *_ in spans]
+    is_same = digest_of(rows.on_cpu.cut(number, count)) == digest
+    for (device, row), then in zip(rows.on_gpus.items(), known[1:], strict=True):
+        now = _sum(row.cut(number, count), device).cpu()
+        is_same &= now.view(torch.uint8).equal(then.cpu())
+    if is_same:
+        return None
+    names = [leaf.name for leaf in leaves if leaf.tensor.is_cpu and leaf.tensor.numel()]
+    return count, [names[index] for index, *_ in rows.on_cpu.spans(number, count)]
 
 
 class Row:
@@ -227,13 +218,21 @@ class Row:
         return found
 
 
-def _rows(tensors: Iterable[torch.Tensor]) -> dict[torch.device, Row]:
-    """By device, in the order in which they first come."""
-    found: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            found.setdefault(tensor.device, []).append(tensor.detach())
-    return {device: Row(members) for device, members in found.items()}
+class Rows(NamedTuple):
+    """By device; GPUs in the order in which they first come."""
+
+    on_cpu: Row
+    on_gpus: dict[torch.device, Row]
+
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor]) -> "Rows":
+        """Of tensors, in their order."""
+        found: dict[torch.device, list[torch.Tensor]] = {torch.device("cpu"): []}
+        for tensor in tensors:
+            if tensor.numel():
+                found.setdefault(tensor.device, []).append(tensor.detach())
+        rows = {device: Row(members) for device, members in found.items()}
+        return cls(rows.pop(torch.device("cpu")), rows)
 
 
 def _flat(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
