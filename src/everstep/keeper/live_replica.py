@@ -20,7 +20,7 @@ import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError
 from everstep.format.manifest import CheckpointName
@@ -43,11 +43,8 @@ NOTES_MAX = 64
 _FOR_GOOD = ("Unsupported", "Mismatch")
 
 
-class _Note(NamedTuple):
-    """A commit, and where it may still lie: slots, by the jobs that had them."""
-
-    name: CheckpointName
-    places: Sequence[tuple[Arena, int, int]]
+_Note = tuple[CheckpointName, Sequence[Job]]
+"""A commit, and the jobs in whose slots it may still lie."""
 
 
 class LiveReplica:
@@ -82,7 +79,7 @@ class LiveReplica:
             self._awaits_base &= takes_replay
             if self._awaits_base:
                 return
-            self._newest = _Note(name, [(job.arena, job.slot, job.sequence) for job in jobs])
+            self._newest = name, jobs
             self._notes.append(self._newest)
             self._take_back()
             self._go_on()
@@ -156,7 +153,12 @@ class LiveReplica:
     def _hear(self, message: wire.Message, fds: list[int]) -> None:
         match message:
             case {"type": "lent"}:
-                self._take(fds)
+                with self._lock:
+                    self._is_lending = False
+                    self._has_come &= bool(fds)
+                    for fd in fds:
+                        with contextlib.suppress(EverstepError, OSError):
+                            self.lent = Arena(fd)
                 self._wake()
             case {"type": "replica", "name": name, "has_base": has_base}:
                 with self._lock:
@@ -171,14 +173,6 @@ class LiveReplica:
         with self._lock:
             self._is_busy = False
             self._go_on()
-
-    def _take(self, fds: list[int]) -> None:
-        with self._lock:
-            self._is_lending = False
-            self._has_come &= bool(fds)
-            for fd in fds:
-                with contextlib.suppress(EverstepError, OSError):
-                    self.lent = Arena(fd)
 
     def _fail(self, kind: str, text: str) -> None:
         with self._lock:
@@ -211,15 +205,15 @@ class LiveReplica:
             self._send(self._connection, {"type": "lend"}, [])
 
     def _send_notes(self, connection: socket.socket) -> None:
-        arenas = {arena.identity: arena for note in self._notes for arena, *_ in note.places}
+        arenas = {job.arena.identity: job.arena for _, jobs in self._notes for job in jobs}
         sent = [key for key, arena in arenas.items() if arena.fd >= 0 and not arena.is_spill]
         sent = sent[-wire.DESCRIPTORS_MAX :]
         numbers = {key: number for number, key in enumerate(sent)}
         saves = []
-        for name, places in self._notes:
-            rows = [[numbers.get(arena.identity), *place] for arena, *place in places]
+        for name, jobs in self._notes:
+            rows = [[numbers.get(job.arena.identity), job.slot, job.sequence] for job in jobs]
             saves.append([*name, [] if any(number is None for number, *_ in rows) else rows])
-        self._told = self._notes[-1].name
+        self._told, _ = self._notes[-1]
         self._notes.clear()
         fds = [arenas[key].fd for key in sent]
         self._send(connection, {"type": "follow", "saves": saves}, fds)

@@ -13,7 +13,6 @@ after its last step.
 import json
 import socket
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,9 +57,3 @@ class Teller:
     def write(self, event: str, **values: Any) -> None:
         """Tell an event, of now unless `at` says that it happened earlier."""
         self._socket.send(json.dumps({"event": event, "at": time.monotonic(), **values}).encode())
-
-
-def in_order(events: Iterable[Event]) -> list[Event]:
-    """In the order in which they happened, `at` in seconds since the first."""
-    found = sorted(events, key=lambda event: event["at"])
-    return [{**event, "at": event["at"] - found[0]["at"]} for event in found]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from everstep.cli.demo.events import Event, Settings, in_order
+from everstep.cli.demo.events import Event, Settings
 from everstep.errors import EverstepError
 from everstep.keeper import home, wire
 
@@ -99,8 +99,9 @@ class Trainer:
 
     @property
     def events(self) -> list[Event]:
-        """All so far, of all its processes."""
-        return in_order(self._events)
+        """All so far, of all its processes, as they happened; `at` in seconds since the first."""
+        found = sorted(self._events, key=lambda event: event["at"])
+        return [{**event, "at": event["at"] - found[0]["at"]} for event in found]
 
     def kill_at(self, aim: Aim) -> bool:
         """Listen up to the aim and kill. False where the run was over before."""
