@@ -114,6 +114,23 @@ def test_a_damaged_tag_holds_nothing_up(local, tmp_path):
     assert not Store(local).verify().ok
 
 
+def test_damage_in_the_tier_costs_space_and_no_checkpoint(local, tmp_path):
+    """Of a manifest that cannot be read nobody knows which files it needs: nothing is deleted."""
+    tiers, options = Tiers(remote=str(tmp_path / "remote"), remote_every=1), {"strategy": "full"}
+    with everstep.Checkpointer(local, build(), tiers=tiers, **options) as checkpointer:
+        checkpointer.save(1, tag="best").wait("remote", timeout=60)
+    end_keeper(local)
+    (manifest,) = (tmp_path / "remote" / "checkpoints").glob("*/manifest.json")
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    options["keep"] = Keep(last=1)
+    with everstep.Checkpointer(local, build(), tiers=tiers, **options) as checkpointer:
+        checkpointer.restore()
+        for step in (2, 3, 4):
+            checkpointer.save(step).wait("remote", timeout=60)
+        assert checkpointer.metrics.tiers["remote"]["problem"] is None
+    assert Store(tmp_path / "remote").steps() == [1, 2, 3, 4]
+
+
 def test_the_same_manifests_are_in_both(local, remote):
     run(trains, local, remote, "log")
     near, far = tier_at(local), tier_at(remote)

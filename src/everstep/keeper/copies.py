@@ -362,7 +362,7 @@ class RemoteCopies(Copies):
         else:
             super()._bring(name)
         if self._keep and not self._watches:
-            retain.apply(self.tier, self._keep, self._cache)
+            retain.tidy(self.tier, self._keep, self._cache)
 
 
 class Replica(Copies):

@@ -353,14 +353,10 @@ def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) 
 
 
 def apply_retention(writer: Writer) -> None:
-    """Delete what `keep` does not cover. A failure is logged: it costs space, not a checkpoint."""
-    if writer.keep is None:
-        return
-    try:
+    """Delete what `keep` does not cover."""
+    if writer.keep:
         waiting = writer.remote.pinned if writer.remote else frozenset[CheckpointName]()
-        retain.apply(writer.disk, writer.keep, writer.cache, waiting)
-    except Exception:  # the next commit tries again
-        log.exception("retention in %s", writer.disk.root)
+        retain.tidy(writer.disk, writer.keep, writer.cache, waiting)
 
 
 def is_plain(job: NodeSave) -> bool:

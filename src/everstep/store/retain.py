@@ -6,6 +6,7 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ from everstep.format.node_parts import decode_node_part
 from everstep.store import catalog, commit, names, presence
 from everstep.store.lineage import branches, current
 from everstep.tiers.tier import Tier
+
+log = logging.getLogger("everstep")
 
 _IDLE_S = 3600.0
 
@@ -96,6 +99,16 @@ def apply(
     with disk.locked(exclusive=True):
         free = _free(disk, superfluous(disk, keep, pinned), cache)
         return _delete(disk, free, cache) if free else 0
+
+
+def tidy(
+    disk: Tier, keep: Keep, cache: NeedsCache, pinned: Set[CheckpointName] = frozenset()
+) -> None:
+    """`apply`, after a commit. A failure is logged: it costs space, not a checkpoint."""
+    try:
+        apply(disk, keep, cache, pinned)
+    except Exception:  # the next commit tries again
+        log.exception("retention in %s", disk.root)
 
 
 def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
