@@ -170,10 +170,13 @@ class Data:
         self.document = image.parsed.document
         self._written: dict[int, tuple[FileLink, NewFile | Upload]] = {}
         """By the number of the pack; no file is durable before it is finished."""
-        self._kept = kept
         self._links: dict[int, FileLink] = {}
+        self._known: dict[int, Stored] = {}
+        """What lies behind digests, but for those that are still made."""
         if kept:
             self._links = {number: kept.part.packs[number] for number in kept.steps}
+            rows = (each for each in image.parsed.extents if each.pack in kept.steps)
+            self._known = {e.digest: Stored(e.size, kept.part.digests[e.digest]) for e in rows}
         self._seconds = 0.0
         self._writer = writer
         self._image = image
@@ -190,7 +193,6 @@ class Data:
             table=None if is_record or has_turns else image.parsed.table,
             base=base if base and base.document == self.document else None,
         )
-        self._packed: dict[int, Stored] = {}
         self._shares: list[Future[dict[int, Stored]]] = []
         is_packed = bool(self._encoding.encoders)
         self._moving = {n for n, shape in enumerate(shapes) if is_packed and not shape.still}
@@ -277,7 +279,7 @@ class Data:
         shapes = self._image.parsed.table.packs
         if self._moving and len(self._links) < len(shapes):  # memory has it raw
             self._begin_digests(self._moving)
-            self._moving, self._packed = set(), {}
+            self._moving = set()
         links = tuple(
             self._links.get(number) or FileLink(f"{names.DATA}/unwritten", shape.size)
             for number, shape in enumerate(shapes)
@@ -313,15 +315,9 @@ class Data:
 
     def _stored(self) -> list["Stored"]:
         """What lies behind each digest; blocks until that is known."""
-        found = dict(self._packed)
+        found = dict(self._known)
         for share in self._shares:
             found |= share.result()
-        if kept := self._kept:
-            found |= {
-                each.digest: Stored(each.size, kept.part.digests[each.digest])
-                for each in self._image.parsed.extents
-                if each.pack in kept.steps
-            }
         return [found[index] for index in range(len(found))]
 
     @cached_property
@@ -350,10 +346,10 @@ class Data:
         chunks = [chunk for chunk in parsed.chunks if chunk.pack == number]
         with self._writer.disk.new_file(path) as file, Tail(file) as tail:
             for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
-                self._packed[chunk.digest] = stored
+                self._known[chunk.digest] = stored
                 tail.append(data)
             size, first = tail.finish()
-        self._packed[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
+        self._known[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
         self._written[number] = FileLink(path, size), file
         self._seconds += tail.seconds
 

@@ -232,7 +232,8 @@ class Restore:
             rest = match_rest()
 
             def place() -> None:
-                live = {**_live_optimized(state), **derivation.shards()}
+                live = {name: shards_of(each)[1] for name, each in derivation.live().items()}
+                live |= _live_optimized(state)
                 stored, brought = _split(rest, names)
                 fill(candidate, chain.versions, _unfilled(stored, chain, placement), loader)
                 fill_from_live(live, brought)

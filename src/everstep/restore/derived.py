@@ -21,7 +21,7 @@ from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import fill
 from everstep.restore.load import Loader
-from everstep.sharding.layout import LocalBox, local_of, shards_of
+from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State
@@ -42,14 +42,13 @@ class Derivation:
             for described in chain.logs
             for record, tables in described.records
         }
-        self._parts = chain.ruled
-        self._names = {part: chain.names_in(part) for part in self._parts}
+        self._names = {part: chain.names_in(part) for part in chain.ruled}
         self._derived = derived
         self._state = state
         self._base = chain.base
         self._filled: Container[str] = ()
         self._optimized = chain.optimized
-        if missing := sorted(self._parts - set(derived.parts)):
+        if missing := sorted(self._names.keys() - set(derived.parts)):
             base = chain.base.manifest.step
             raise Mismatch(
                 f"restoring step {chain.last.manifest.step}: its log has to be replayed from step "
@@ -63,14 +62,8 @@ class Derivation:
 
     def live(self) -> dict[str, torch.Tensor]:
         """The derived tensors as they are now, by all their names."""
-        parts = self._parts
-        return {
-            name: found for part in parts for name, found in self._state.tensors_of(part).items()
-        }
-
-    def shards(self) -> dict[str, list[LocalBox]]:
-        """What of them is here."""
-        return {name: shards_of(tensor)[1] for name, tensor in self.live().items()}
+        live = map(self._state.tensors_of, self._names)
+        return {name: found for own in live for name, found in own.items()}
 
     def begin(self, filled: Container[str]) -> None:
         """The base is in place, as far as these tensors are."""
