@@ -34,7 +34,7 @@ from everstep.sharding.redundancy import (
     offloaded_of,
     send_around,
 )
-from everstep.sharding.topology import ALONE, adopted, differences
+from everstep.sharding.topology import ALONE, differences
 from everstep.sharding.world import World
 from everstep.state.placement import Placement, Saved
 from everstep.state.view import State, is_in
@@ -258,8 +258,7 @@ class Restore:
                 f"its own (derive=), which runs in the whole state alone, where no parameter is "
                 f"several tensors. Restore all of it there, or parts without {taken[0]!r}"
             )
-        with adopted(chain.last.manifest.topology):
-            found = rebuilt(candidate, chain, self.loader)
+        found = rebuilt(candidate, chain, self.loader)
         fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
         placement.finish()
 

@@ -9,7 +9,7 @@ from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import LEFT_OUT, Manifest, Record
 from everstep.format.tables import Table, TensorEntry, owned_names
 from everstep.redo.replay import Comparison
-from everstep.sharding.topology import ALONE, differences, layout_differences
+from everstep.sharding.topology import ALONE, adopted, differences, layout_differences
 from everstep.state.objects import references
 from everstep.state.placement import Saved
 from everstep.state.view import is_in
@@ -118,7 +118,10 @@ class Chain:
     def why_inexact(self) -> list[str]:
         """What may make it another state than the run's: what is other in this process, where it is
         replayed, than where it was recorded; where it begins; and what records do without."""
-        differing = [*self.differences(ALONE), *self.moved()] if self.replayed else []
+        differing = list[str]()
+        if self.replayed:
+            with adopted(self.last.manifest.topology):
+                differing += [*self.differences(ALONE), *self.moved()]
         if not (base := self.base.manifest).exact:
             differing.append(f"what is stored of step {base.step} is not exact")
         differing += [f"{part} has no tensors in records" for part in self.left_out]

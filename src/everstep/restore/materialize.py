@@ -22,7 +22,6 @@ from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
-from everstep.sharding.topology import adopted
 from everstep.store import catalog, commit
 from everstep.tiers.tier import Tier
 
@@ -55,12 +54,11 @@ def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
     if not chain.replayed:
         raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
     chain.check_unruled(f"materialising {name} of {disk.root}")
-    with adopted(chain.last.manifest.topology), Loader() as loader:
+    with Loader() as loader:
         tensors = rebuilt(candidate, chain, loader)
-        differing = chain.why_inexact
     layout, table = described(chain, tensors)
     image = Image(parse(table), list(packs_of(layout, tensors)))
-    return publish(disk, chain, image, differing)
+    return publish(disk, chain, image, chain.why_inexact)
 
 
 def _find_whole(disk: Tier, name: CheckpointName) -> Manifest | None:

@@ -19,7 +19,7 @@ from everstep.restore.load import Loader
 from everstep.restore.records import Records
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.redundancy import OFFLOADED
-from everstep.sharding.topology import ALONE
+from everstep.sharding.topology import ALONE, adopted
 from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
@@ -30,8 +30,8 @@ class Rebuilt:
     brought on by the records that come after. What rules derive is left as it was at the base:
     nothing else depends on it.
 
-    It is as exact as this process is like the one that wrote the log (sharding.topology). For one
-    thread, whose methods block.
+    It is as exact as this process is like the one that wrote the log (sharding.topology), whose
+    settings it takes on meanwhile. For one thread, whose methods block.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Rebuilt:
         self._base = chain.base
         self._optimized = chain.optimized
         self._logs = {_key_of(log): log for log in chain.logs}
-        with torch.device("cpu"):
+        with torch.device("cpu"), adopted(chain.last.manifest.topology):
             placement = Placement(Saved.of(chain.base))
             classes = {call["optimizer"]: call["class"] for call in chain.calls}
             if goes_on:
@@ -85,8 +85,8 @@ class Rebuilt:
         """Bring it from before the records of a log step to after them. Raises Mismatch; Corrupt,
         after which it is worth nothing."""
         chain = Chain(self._base, [log])
-        self._records.comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
-        with torch.device("cpu"):
+        with torch.device("cpu"), adopted(log.manifest.topology):
+            self._records.comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
             for record, tables in log.records:
                 redo(self._records.take(record, tables), self._optimizers)
             self._fill_rest(log.tensors, log.tensors.keys(), log.versions)

@@ -32,7 +32,6 @@ from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader, MemorySource
 from everstep.restore.materialize import described, publish, whole_manifest
 from everstep.restore.rebuild import Rebuilt
-from everstep.sharding.topology import adopted
 from everstep.store import catalog, commit
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
@@ -138,9 +137,8 @@ class Replica:
         base, *logs = map(self._candidate.read, manifests)
         chain = Chain(base, logs)
         chain.check_unruled(f"a replica of {self._disk.root}")
-        with adopted(chain.last.manifest.topology):
-            self._check(chain)
-            self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)
+        self._check(chain)
+        self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)
         self._records = len(chain.logs)
         self.at = manifests[-1].name
         self._settle()
@@ -149,9 +147,8 @@ class Replica:
         assert self._state
         assert self._memory
         self._memory.arena.set_state(0, SlotState.CAPTURING)
-        with adopted(log.manifest.topology):
-            self._check(Chain(self._state.chain.base, [log]))
-            self._state.advance(log)
+        self._check(Chain(self._state.chain.base, [log]))
+        self._state.advance(log)
         self._records += 1
         self.at = log.manifest.name
 

@@ -29,7 +29,6 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import Leaf
-from everstep.sharding.topology import adopted
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -55,12 +54,8 @@ class Whole:
         self._replayed: dict[str, torch.Tensor] | None = None
         if chain.replayed:
             chain.check_unruled(f"reading {name} of {disk.root}")
-            with adopted(chain.last.manifest.topology):
-                differing = chain.why_inexact
-                self._replayed = rebuilt(here, chain, loader)
-        else:
-            differing = chain.why_inexact
-        if differing:
+            self._replayed = rebuilt(here, chain, loader)
+        if differing := chain.why_inexact:
             log.warning(
                 "reading %s of %s: it may not be just what the run had: %s",
                 name,
