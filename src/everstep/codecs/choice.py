@@ -15,7 +15,8 @@ keeper/encoder.py.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from everstep.codecs.codec import WORTH, ZEROS
+from everstep.codecs.codec import ZEROS
+from everstep.codecs.planes import WORTH
 
 FREE_CORES_MIN = 0.5
 """With less, training would pay: only what takes less time than the write that it saves is done."""

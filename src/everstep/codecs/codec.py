@@ -28,8 +28,6 @@ CHAIN_MAX = 8
 ENCODERS = (ZEROS, PLANES, ZSTD)
 """What a chunk can be encoded with, by rising cost. What comes of `ZEROS` is called `PLANES`."""
 
-WORTH = planes.WORTH
-
 
 def encode(
     codec: str, data: memoryview, item_size: int, before: memoryview | None = None
@@ -41,7 +39,7 @@ def encode(
         return difference.encode(data, before, item_size)
     if codec == ZSTD:
         found = zstd.encode(data)
-        return found if len(found) <= WORTH * data.nbytes else None
+        return found if len(found) <= planes.WORTH * data.nbytes else None
     assert codec in (ZEROS, PLANES)
     return planes.encode(data, item_size, entropy=codec == PLANES)
 

@@ -255,11 +255,9 @@ class Encoder:
         """The first chunk's figures, for all that is of such items; blocks until it has arrived."""
         first = next(iter(layout.firsts.values()))
         figures = figures_of(view(first), first.item_size, encoders, self.speeds)
-        of_others: dict[str, Figures] = {}
         return {
-            what: layout.sample(what, figures if is_alike else of_others)
+            what: layout.sample(what, figures if chunk.item_size == first.item_size else {})
             for what, chunk in layout.firsts.items()
-            if (is_alike := chunk.item_size == first.item_size) or chunk.digest in layout.masters
         }
 
     @contextmanager

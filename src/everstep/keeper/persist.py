@@ -284,10 +284,9 @@ class Save:
             encoded = encode_manifest(manifest)
             commit.publish(disk, manifest, encoded, tables)
             self.digest = digest_of(encoded)
-        seen: Seen = {}
+        is_new_state = not self._exists and (share or not manifest.previous)
+        seen: Seen = self._data.note_durable() if is_new_state else {}
         warning = None
-        if not self._exists and (share or not manifest.previous):
-            seen = self._data.note_durable()
         if is_whole := share is None or share.publishes:
             warning = self._set_tag() if self.job.tags else None
             self._extend_base()
