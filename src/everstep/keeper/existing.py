@@ -30,17 +30,15 @@ def check_same(
     name = mine.name
     found = catalog.read_manifest(disk, name)
     own = [part for part in found.all_parts if part.rank == (node or 0)]
-    is_same = bool(own)
-    if own:
-        here, there = decode_table(table, "a table"), catalog.read_table(disk, own[-1])
-        is_same = here.has_layout_of(there)
+    layout = decode_table(table, "a table")
+    is_same = bool(own) and layout.has_layout_of(catalog.read_table(disk, own[-1]))
     if steps:
         is_same &= tuple(part.steps for part in found.parts) == steps
     elif mine.previous:  # not by digests: another keeper may have packed it in another way
         is_same &= found.previous is not None and found.previous.step == mine.previous.step
     elif is_same:  # nor here by those of stored bytes
-        known = [content_digests(part, there) for part in own]
-        is_same = known == [content_digests(part, here) for part in mine.parts]
+        there, here = ([content_digests(p, layout) for p in each] for each in (own, mine.parts))
+        is_same = there == here
     if node is None:
         is_same &= _said(found) == _said(mine)
     if not is_same:
