@@ -15,7 +15,7 @@ from everstep import Conflict, Store, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, retain
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
@@ -126,14 +126,15 @@ class Opened(Disk):
 
 def test_copies_do_not_read_again_what_the_one_before_has_brought(tmp_path):
     trainer = make_store(tmp_path / "store", [1, 2, 3], SPECS, still=FROZEN)
-    target, whole = Opened(tmp_path / "copy"), set()
+    target = Opened(tmp_path / "copy")
+    copier = Copier(trainer.disk, target)
     for step in (1, 2, 3):
-        copied = copy_checkpoint(trainer.disk, target, CheckpointName(step, 1), whole=whole)
+        copied = copier.copy(CheckpointName(step, 1))
         assert bool(copied.bytes_there) == (step > 1)
     assert shared(tmp_path / "copy", 3)[0] not in target.opened
     (tmp_path / "copy" / shared(tmp_path / "copy", 3)[0]).unlink()
     trainer.save(4)
-    copy_checkpoint(trainer.disk, target, CheckpointName(4, 1), whole=whole)
+    copier.copy(CheckpointName(4, 1))
     check(tmp_path / "copy")
 
 

@@ -10,7 +10,7 @@ from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import Conflict, Corrupt, Missing
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
-from everstep.store.copy import Copied, Progress, copy_checkpoint
+from everstep.store.copy import Copied, Copier, Progress
 from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Tier, name_of, tier_at
 
@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> Answer:
             f"copying to {place}: it is no store, and there is something in it. Name a place for "
             f"the store itself, as in: everstep cp {path} {place}/copy"
         )
-    copies = _Copies(source, target)
     with shown(target), progress_bar("copying") as progress:
+        copies = _Copies(source, target, progress)
         if steps:
             for name in [catalog.find(source, step) for step in steps]:
-                copies.copy(name, progress)
+                copies.copy(name)
         else:
-            copies.copy_all(progress)
+            copies.copy_all()
     copied, seconds = copies.copied, progress.seconds
     facts = {
         "copied": list(map(str, copied.checkpoints)),
@@ -63,26 +63,24 @@ def run(args: argparse.Namespace) -> Answer:
 class _Copies:
     """What was copied so far, and what could not be, as it is damaged, or of a damaged state."""
 
-    def __init__(self, source: Tier, target: Tier) -> None:
+    def __init__(self, source: Tier, target: Tier, progress: Progress) -> None:
         self.copied = Copied()
         self.problems: dict[str, str] = {}
         self.cut_off: list[CheckpointName] = []
         self._source, self._target = source, target
         self._tags = tags_of(source)
-        self._whole: set[str] = set()
+        self._copier = Copier(source, target, progress=progress)
 
-    def copy(self, name: CheckpointName, progress: Progress) -> None:
+    def copy(self, name: CheckpointName) -> None:
         """One, with those of its tags that the target has not."""
         there = catalog.read_tags(self._target)
         tags = [tag for tag in self._tags.get(name, []) if tag not in there]
-        new = copy_checkpoint(
-            self._source, self._target, name, tags=tags, progress=progress, whole=self._whole
-        )
+        new = self._copier.copy(name, tags)
         self.copied.checkpoints += new.checkpoints
         self.copied.bytes += new.bytes
         self.copied.bytes_there += new.bytes_there
 
-    def copy_all(self, progress: Progress) -> None:
+    def copy_all(self) -> None:
         """The newest first: it is worth most, if the copy is broken off."""
         run = catalog.lineage(self._source)
         if not run:
@@ -94,7 +92,7 @@ class _Copies:
                 self.cut_off.append(name)
                 continue
             try:
-                self.copy(name, progress)
+                self.copy(name)
             except (Corrupt, Missing) as error:
                 if catalog.is_there(self._source, name):  # else it was deleted since
                     self.problems[str(name)] = str(error)

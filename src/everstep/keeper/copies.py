@@ -21,7 +21,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.measured import Speed
 from everstep.store import catalog, names, retain
-from everstep.store.copy import copy_checkpoint, lead
+from everstep.store.copy import Copier, lead
 from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
@@ -255,13 +255,12 @@ class RemoteCopies(Copies):
         """`every`: such steps are due, and tagged ones. `keep`: the tier's own retention.
         `watches`: another node's keeper copies, and this one only tells of it."""
         super().__init__("remote", tier.root, tell)
-        self.source = disk
-        """What is copied: the store, or where each node has one of its own all of them as one."""
+        self.copier = Copier(disk, tier, progress=self._look_up)
+        """Of the store, or where each node has one of its own, of all of them as one."""
         self.tier = tier
         self._disk, self._watches = disk, watches
         self._every, self._keep = every, keep
         self._cache: retain.NeedsCache = {}
-        self._whole: set[str] = set()
         self._routed: set[CheckpointName] = set()
         """What is there already, and was never in the store."""
         self._presence = Presence(tier)
@@ -340,14 +339,7 @@ class RemoteCopies(Copies):
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
         lead(self._disk, self.tier)
         tags = [tag for tag, at in self._tags().items() if at == name]
-        copied = copy_checkpoint(
-            self.source,
-            self.tier,
-            name,
-            tags=tags,
-            progress=self._look_up,
-            whole=self._whole,
-        )
+        copied = self.copier.copy(name, tags)
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:

@@ -51,29 +51,9 @@ def copy_checkpoint(
     tags: Sequence[str] = (),
     nodes: Collection[int] | None = None,
     progress: Progress = lambda done, total: None,
-    whole: set[str] | None = None,
 ) -> Copied:
-    """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
-    `nodes`: packs of these nodes alone go there, with all tables (None: of all). `whole`: packs
-    that the last copy has brought or compared, which this one need not read where it names them,
-    too; then its own.
-
-    Blocks. Any number of threads may copy, also the same to the same target. Takes about 100 MiB of
-    memory, whatever the sizes. Makes the target's store where there is none.
-
-    Raises Missing where the checkpoint is not there, Corrupt where bytes of the source differ from
-    their digests, or are not there (any more), Conflict where the target is the store of another
-    run, or has another checkpoint of that name; Unavailable, Unsupported.
-    """
-    open_copy(source, target)
-    whole = set() if whole is None else whole
-    copy = _Copy(source, target, progress, nodes, whole)
-    copy.copy_all(name)
-    for tag in tags:
-        commit.set_tag(target, tag, name)
-    whole.clear()
-    whole.update(copy.packs)
-    return copy.copied
+    """Copy one alone; see Copier."""
+    return Copier(source, target, nodes, progress).copy(name, tags)
 
 
 def lead(source: Readable, target: Target) -> None:
@@ -206,53 +186,74 @@ def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
         number = epochs[number].parent
 
 
-class _Copy:
-    """A copy under way. For one thread."""
+class Copier:
+    """Copies checkpoints from one tier to another. What one of them has brought or compared is not
+    read again for the next. For one thread; any number of them may copy, also the same to the same
+    target. Takes about 100 MiB of memory, whatever the sizes."""
 
     def __init__(
         self,
         source: Readable,
         target: Target,
-        progress: Progress,
-        nodes: Collection[int] | None,
-        whole: Collection[str],
+        nodes: Collection[int] | None = None,
+        progress: Progress = lambda done, total: None,
         *,
         are_shared: bool = False,
     ) -> None:
-        self.copied = Copied()
-        self.packs: set[str] = set()
-        self._source, self._target = source, target
+        """`nodes`: packs of these nodes alone go there, with all tables (None: of all).
+        `are_shared`: files are, where one medium has both."""
+        self.source, self._target, self._nodes = source, target, nodes
         self._progress, self._total, self._done = progress, 0, 0
         self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
-        self._nodes, self._whole, self._are_shared = nodes, whole, are_shared
+        self._packs: set[str] = set()
+        self._before: set[str] = set()
+        """The packs of the last copy."""
+        self._are_shared, self._copied = are_shared, Copied()
 
-    def copy_all(self, name: CheckpointName) -> None:
-        """Let the target have a checkpoint, and before it what that goes back to."""
-        steps = _to_copy(self._source, self._target, name)
-        self._total = sum(step.size for step in steps)
-        _copy_epochs(self._source, self._target, name.epoch)
+    def copy(self, name: CheckpointName, tags: Sequence[str] = ()) -> Copied:
+        """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
+        Blocks. Makes the target's store where there is none.
+
+        Raises Missing where the checkpoint is not there, Corrupt where bytes of the source differ
+        from their digests, or are not there (any more), Conflict where the target is the store of
+        another run, or has another checkpoint of that name; Unavailable, Unsupported.
+        """
+        open_copy(self.source, self._target)
+        copied = self.bring(name)
+        for tag in tags:
+            commit.set_tag(self._target, tag, name)
+        return copied
+
+    def bring(self, name: CheckpointName) -> Copied:
+        """The same, into a store that is there, whichever its run."""
+        self._copied, self._before, self._packs = Copied(), self._packs, set()
+        self._tables.clear()
+        steps = _to_copy(self.source, self._target, name)
+        self._total, self._done = sum(step.size for step in steps), 0
+        _copy_epochs(self.source, self._target, name.epoch)
         for step in steps:
             self._copy(step)
+        return self._copied
 
     def _copy(self, step: _Step) -> None:
         """All that it goes back to is there."""
         shared: list[str] = []
         for part in filter(self._is_to_go, step.parts):
             for index, pack in enumerate(part.packs):
-                if pack.path not in self.packs:
+                if pack.path not in self._packs:
                     if self._are_shared and self._share(pack):
                         shared.append(pack.path)
                     else:
                         self._copy_pack(part, index)
-                    self.packs.add(pack.path)
+                    self._packs.add(pack.path)
         self._target.sync_entries(shared)
         self._publish(step)
 
     def _share(self, link: FileLink) -> bool:
-        read.check_size(self._source, link)
-        if not self._target.share(self._source, link.path):
+        read.check_size(self.source, link)
+        if not self._target.share(self.source, link.path):
             return False
-        self.copied.bytes_shared += link.size
+        self._copied.bytes_shared += link.size
         self._advance(link.size)
         return True
 
@@ -263,18 +264,18 @@ class _Copy:
         link = part.packs[index]
         check = read.PackCheck(part, index, self._table(part)[1])
         if self._is_there(link, check):
-            self.copied.bytes_there += link.size
+            self._copied.bytes_there += link.size
             return
-        with read.opened(self._source, link) as reader:
+        with read.opened(self.source, link) as reader:
             self._target.stream(link.path, self._counted(check.checked(reader)), link.size)
-        self.copied.bytes += link.size
+        self._copied.bytes += link.size
 
     def _is_there(self, link: FileLink, check: read.PackCheck) -> bool:
         """Whether the target has it, whole and durable: a file that a writer left may be of that
         size, and not be filled."""
         if self._target.size(link.path) != link.size:
             return False
-        if link.path not in self._whole:
+        if link.path not in self._before:
             if not self._target.shows_whole_files and not check.is_passed_by(self._target):
                 return False
             self._target.settle(link.path)
@@ -293,9 +294,9 @@ class _Copy:
     def _table(self, part: Part) -> tuple[bytes, Table]:
         digest = part.table.digest
         if digest not in self._tables:
-            self._tables[digest] = catalog.read_table_document(self._source, part)
+            self._tables[digest] = catalog.read_table_document(self.source, part)
         document, table = self._tables[digest]
-        check_table(table, part, self._source.root / part.table.path)
+        check_table(table, part, self.source.root / part.table.path)
         return document, table
 
     def _publish(self, step: _Step) -> None:
@@ -306,7 +307,7 @@ class _Copy:
             for document in {self._table(part)[0] for part in step.parts}:
                 commit.write_table(target, document)
             for stream in step.manifest.streams.values():
-                commit.write_table(target, self._source.read(stream.part.path))
+                commit.write_table(target, self.source.read(stream.part.path))
             going = filter(self._is_to_go, step.parts)
             for link in {pack.path: pack for part in going for pack in part.packs}.values():
                 if target.size(link.path) != link.size:
@@ -317,7 +318,7 @@ class _Copy:
             self._publish_state(step)
             if not step.is_there:
                 self._create(names.manifest_path(step.name), step.document)
-                self.copied.checkpoints.append(step.name)
+                self._copied.checkpoints.append(step.name)
 
     def _publish_state(self, step: _Step) -> None:
         """Before the manifest, which may need it in place of what it goes on from; one that was
@@ -372,10 +373,8 @@ def fork(
         new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": commit.now()}
         target.create(names.STORE, seal({**new, "from": origin._asdict()}))
     _check_is_that(target, origin)
-    copy = _Copy(source, target, progress, None, (), are_shared=True)
     with shown(target):
-        copy.copy_all(name)
-    return copy.copied
+        return Copier(source, target, progress=progress, are_shared=True).bring(name)
 
 
 def _check_is_that(target: Tier, origin: Origin) -> None:

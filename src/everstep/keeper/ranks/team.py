@@ -111,7 +111,7 @@ class Team:
             self._nodes.stores = {n: a.peer("store", away_s) for n, a in known.items()}
             if self.writer.remote:
                 every = [self.writer.disk, *self._nodes.stores.values()]
-                self.writer.remote.source = Union(every)
+                self.writer.remote.copier.source = Union(every)
         following = known.get((place.node + 1) % place.nodes)
         if partners["replicates"] and following and self.replica is None:
             self.replica = Replica(following.peer("memory"), self.tell_all)
