@@ -122,37 +122,32 @@ class Replica:
             if before and self._state and before.name == self.at:
                 break
         else:
-            self._start(missed)
-            return
+            self.drop()
         for manifest in missed:
             self._images = _images(manifest, self._jobs.get(manifest.name, ()))
-            self._advance(self._candidate.read(manifest))
+            described = self._candidate.read(manifest)
+            if self._state is None:
+                self._begin(described)
+            else:
+                self._advance(self._state, described)
+            self.at = manifest.name
 
-    def _start(self, manifests: Sequence[Manifest]) -> None:
-        """From a base, and what came since."""
-        self.drop()
-        self._images = {}
-        for manifest in manifests:
-            self._images |= _images(manifest, self._jobs.get(manifest.name, ()))
-        base, *logs = map(self._candidate.read, manifests)
-        chain = Chain(base, logs)
-        chain.check_unruled(f"a replica of {self._disk.root}")
+    def _begin(self, base: Described) -> None:
+        chain = Chain(base, [])
         self._check(chain)
         self._state = Rebuilt(self._candidate, chain, self._loader, goes_on=True)
-        self._records = len(chain.logs)
-        self.at = manifests[-1].name
+        self._records = 0
         self._settle()
 
-    def _advance(self, log: Described) -> None:
-        assert self._state
+    def _advance(self, state: Rebuilt, log: Described) -> None:
         assert self._memory
         self._memory.arena.set_state(0, SlotState.CAPTURING)
-        self._check(Chain(self._state.chain.base, [log]))
-        self._state.advance(log)
+        self._check(Chain(state.chain.base, [log]))
+        state.advance(log)
         self._records += 1
-        self.at = log.manifest.name
 
     def _check(self, chain: Chain) -> None:
+        chain.check_unruled(f"a replica of {self._disk.root}")
         if differing := chain.why_inexact:
             raise Unsupported(
                 f"a replica of {self._disk.root}: its bits would not be the run's "
