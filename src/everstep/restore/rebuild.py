@@ -45,35 +45,36 @@ class Rebuilt:
         self._base = chain.base
         self._optimized = chain.optimized
         self._logs = {_key_of(log): log for log in chain.logs}
-        with torch.device("cpu"), adopted(chain.last.manifest.topology):
+        with adopted(chain.last.manifest.topology):
             placement = Placement(Saved.of(chain.base))
             classes = {call["optimizer"]: call["class"] for call in chain.calls}
             if goes_on:
                 classes |= chain.last.manifest.classes
             self._optimizers = self._built(classes, placement)
-            for entry in chain.base.tensors.values():
+            for entry in placement.saved.tensors.values():
                 if entry.spec.name not in placement.destinations:
                     placement.new(entry.spec.name, "cpu")
             placement.check(chain.base.manifest.step, candidate.disk.root)
             wanted = placement.destinations
             self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
-            self._records = Records(
-                candidate,
-                chain,
-                self._optimizers,
-                loader,
-                World(0, 1),
-                comparison=chain.comparison(ALONE, is_moved=bool(chain.moved())),
-            )
-            with self._records as records:
-                records.check()
-                fill(candidate, chain.base.versions, wanted, loader)
-                placement.finish()
-                for loaded in records:
-                    redo(loaded, self._optimizers)
-                    del loaded
-            rest = chain.saved(self._optimized).tensors
-            self._fill_rest(rest, chain.later_names, chain.versions)
+            with torch.device("cpu"):  # not before: each look at a tensor takes longer in it
+                self._records = Records(
+                    candidate,
+                    chain,
+                    self._optimizers,
+                    loader,
+                    World(0, 1),
+                    comparison=chain.comparison(ALONE, is_moved=bool(chain.moved())),
+                )
+                with self._records as records:
+                    records.check()
+                    fill(candidate, chain.base.versions, wanted, loader)
+                    placement.finish()
+                    for loaded in records:
+                        redo(loaded, self._optimizers)
+                        del loaded
+                rest = chain.saved(self._optimized).tensors
+                self._fill_rest(rest, chain.later_names, chain.versions)
 
     @property
     def chain(self) -> Chain:
@@ -113,7 +114,8 @@ class Rebuilt:
         for index, (key, kind) in enumerate(classes.items()):
             of_parameters = tables[key]["groups"]
             tensors = {name: placement.new(name, "cpu") for name in of_parameters}
-            found[key] = self._optimizer(key, kind, index, tensors, of_parameters)
+            with torch.device("cpu"):
+                found[key] = self._optimizer(key, kind, index, tensors, of_parameters)
             found[key].prepare(placement)
         return found
 
