@@ -3,6 +3,7 @@ from what the records say, their class, which must be torch's own, and their hyp
 """
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -57,7 +58,7 @@ class Rebuilt:
             placement.check(chain.base.manifest.step, candidate.disk.root)
             wanted = placement.destinations
             self._tensors = {name: places[0].tensor for name, (_, places) in wanted.items()}
-            with torch.device("cpu"):  # not before: each look at a tensor takes longer in it
+            with _on_cpu():
                 self._records = Records(
                     candidate,
                     chain,
@@ -86,7 +87,7 @@ class Rebuilt:
         """Bring it from before the records of a log step to after them. Raises Mismatch; Corrupt,
         after which it is worth nothing."""
         chain = Chain(self._base, [log])
-        with torch.device("cpu"), adopted(log.manifest.topology):
+        with _on_cpu(), adopted(log.manifest.topology):
             self._records.comparison = chain.comparison(ALONE, is_moved=bool(chain.moved()))
             for record, tables in log.records:
                 redo(self._records.take(record, tables), self._optimizers)
@@ -114,7 +115,7 @@ class Rebuilt:
         for index, (key, kind) in enumerate(classes.items()):
             of_parameters = tables[key]["groups"]
             tensors = {name: placement.new(name, "cpu") for name in of_parameters}
-            with torch.device("cpu"):
+            with _on_cpu():
                 found[key] = self._optimizer(key, kind, index, tensors, of_parameters)
             found[key].prepare(placement)
         return found
@@ -171,6 +172,13 @@ class Rebuilt:
                     here = self._tensors[name] = new
                 wanted[name] = whole, [LocalBox.whole(here)]
         fill(self._candidate, versions, wanted, self._loader)
+
+
+def _on_cpu() -> AbstractContextManager[object]:
+    """What torch makes within lies there. Its mode for that looks at each operation, which takes a
+    quarter of a replay of many tensors: there is none where no other device was set."""
+    is_so = torch.get_default_device().type == "cpu"
+    return nullcontext() if is_so else torch.device("cpu")
 
 
 def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
