@@ -143,7 +143,7 @@ class Offered(Session):
     def nudge(self):
         """Nobody waits."""
 
-    def offer(self, local, job):
+    def offer(self, local, job, is_found=False):
         """What a team would work on, in this order."""
         self.offered.append(job.sequence)
 
