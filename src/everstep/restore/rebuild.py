@@ -175,8 +175,8 @@ class Rebuilt:
 
 
 def _on_cpu() -> AbstractContextManager[object]:
-    """What torch makes within lies there. Its mode for that looks at each operation, which takes a
-    quarter of a replay of many tensors: there is none where no other device was set."""
+    """What torch makes within it lies on the CPU. torch's device mode looks at each operation, and
+    takes a quarter of a replay of many tensors: it is used only where another device was set."""
     is_so = torch.get_default_device().type == "cpu"
     return nullcontext() if is_so else torch.device("cpu")
 

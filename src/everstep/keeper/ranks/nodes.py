@@ -56,7 +56,7 @@ may choose it: EVERSTEP_PARTS_S."""
 ORPHANS_S = 30.0
 """How long it does where no trainer of its own lives: who starts again waits for that."""
 
-_UNTOLD_MAX = 64
+_LEFT_OUT_MAX = 64
 _REASON_MAX = 2000
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.002, 0.2
 _LOOK_S = 1.0
@@ -90,8 +90,7 @@ class Nodes:
         """The node whose packs alone lie in this one's store."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
-        self._untold: deque[tuple[int, int, str, str | None]] = deque(maxlen=_UNTOLD_MAX)
-        self._left_out: deque[tuple[int, int, str]] = deque()
+        self._left_out: deque[tuple[int, int, str, str | None]] = deque(maxlen=_LEFT_OUT_MAX)
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
@@ -165,29 +164,27 @@ class Nodes:
 
     # ---- what this node has nothing of -----------------------------------------------------
 
-    def leave_out(self, step: int, call: int, reason: str) -> None:
-        """There will be nothing of this step, in this call; `tell_left_out` tells it. Any
-        thread."""
-        self._left_out.append((step, call, reason))
+    def leave_out(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
+        """There will be nothing of this step, in this call; `tell_left_out` tells it. `kind`: of
+        which error. Any thread."""
+        self._left_out.append((step, call, reason, kind))
 
     def tell_left_out(self) -> None:
-        """Tell the others what was left out. Also while this node waits for them, as they may wait
-        for just that: a trainer announces a step while word of the one before is on its way."""
-        while self._left_out:
-            self.tell_absence(*self._left_out.popleft())
+        """Tell the others what was left out, once there is an epoch. Also while this node waits for
+        them, as they may wait for just that: a trainer announces a step while word of the one
+        before is on its way."""
+        while self._left_out and self._writer.epoch is not None:
+            self._tell_absence(self._writer.epoch, *self._left_out.popleft())
 
-    def tell_absence(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
-        """There is nothing of this step, in this call: durably, unless it or a later one is
-        committed, or there is no epoch yet. `kind`: of which error."""
-        writer = self._writer
-        if writer.epoch is None:
-            self._untold.append((step, call, reason, kind))
-            return
-        name = CheckpointName(step, writer.epoch)
+    def _tell_absence(
+        self, epoch: int, step: int, call: int, reason: str, kind: str | None
+    ) -> None:
+        """Durably, unless that step or a later one is committed."""
+        name = CheckpointName(step, epoch)
         if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
             return
         try:
-            is_over = catalog.newest_epoch(self.first) != writer.epoch
+            is_over = catalog.newest_epoch(self.first) != epoch
             if is_over or self.first.size(names.manifest_path(name)) is not None:
                 return
             said = NodePart(self._place.named(call), self.node, reason[:_REASON_MAX], kind=kind)
@@ -195,13 +192,6 @@ class Nodes:
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
             log.warning("telling other nodes that there is nothing of %s: %s", name, error)
-
-    def note_claim(self) -> None:
-        """There is an epoch now."""
-        untold = list(self._untold)
-        self._untold.clear()
-        for said in untold:
-            self.tell_absence(*said)
 
     def note_commit(self, name: CheckpointName) -> None:
         """All nodes are past the steps before it."""

@@ -280,7 +280,7 @@ class Team:
             if epoch != writer.epoch:
                 writer.epoch, writer.run = epoch, None
                 if self._nodes:
-                    self._nodes.note_claim()
+                    self._nodes.tell_left_out()
             reply |= {"epoch": epoch, "number": number}
         except Exception as error:
             if not isinstance(error, EverstepError):
@@ -388,7 +388,8 @@ class Team:
     def _end_save(self, save: NodeSave, outcome: Outcome | Exception) -> None:
         if self._nodes and isinstance(outcome, Exception):
             text, kind = str(outcome), kind_of(outcome)
-            self._nodes.tell_absence(save.jobs[0].step, save.call, text, kind)
+            self._nodes.leave_out(save.jobs[0].step, save.call, text, kind)
+            self._nodes.tell_left_out()
         elif self._nodes and isinstance(outcome, Outcome):
             self._nodes.note_commit(outcome.name)
         for local, job in enumerate(save.jobs):
