@@ -7,6 +7,9 @@ nothing is. The first saves, by which everstep learns link and samples, do not c
 
 The models are trained once, for 2,000 steps in which the rate falls to a tenth, and kept in
 build/codecs; LoRA goes on from the float32 one, 200 steps.
+
+`--disk` measures something else: training that saves every step to this machine's own disk, raw and
+as everstep chooses, in turn with training alone.
 """
 
 import argparse
@@ -36,6 +39,7 @@ LINKS = (50e6, 200e6, 1e9, 5e9)
 MODES = ("raw", "zstd", "planes", "auto")
 TRAINED_STEPS, LORA_STEPS = 2000, 200
 LEARNING, SAVES = 3, 5
+DISK_ROUNDS, DISK_STEPS = 5, 40
 KEPT = Path(__file__).parents[2] / "build" / "codecs"
 _MEMORY = Path("/dev/shm")
 _KEEPER = """
@@ -78,6 +82,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--links", nargs="+", type=float, default=LINKS, metavar="BYTES_PER_S")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--samples", action="store_true", help="tell what is seen of tensors, too")
+    parser.add_argument("--disk", type=Path, metavar="FOLDER", help="save every step there")
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="codecs-", dir=_MEMORY if _MEMORY.is_dir() else None))
@@ -86,6 +91,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         print(", ".join(f"{key} {value}" for key, value in describe(root).items()))
         trained = {kind: _trained(kind) for kind in args.kinds}
+        if args.disk:
+            for kind, training in trained.items():
+                console.print(every_step(args.disk, kind, training))
+            return
         for kind, training in trained.items():
             if args.samples:
                 console.print(_samples(kind, training))
@@ -181,6 +190,43 @@ def run(root: Path, training: Training, link: float, mode: str) -> Row:
     shutil.rmtree(store)
     middle = statistics.median
     return Row(middle(durable), middle(sizes), middle(beside) / middle(plain) - 1, codecs)
+
+
+def every_step(folder: Path, kind: str, training: Training) -> Table:
+    """Train with a save at each step, by one way after another."""
+    found: dict[str, list[tuple[float, float, float]]] = {}
+    for number in range(DISK_ROUNDS):
+        modes = ["alone", "raw", "auto"]
+        for mode in modes[number % 3 :] + modes[: number % 3]:
+            with tempfile.TemporaryDirectory(prefix="codecs-", dir=folder) as root:
+                found.setdefault(mode, []).append(_steps(Path(root), training, mode))
+    table = Table(f"{kind}, each step", "step, ms", "call, ms", "durable, s", "steps / raw")
+    for mode, rows in found.items():
+        step, call, durable = map(statistics.median, zip(*rows, strict=True))
+        ratios = [own[0] / raw[0] for own, raw in zip(rows, found["raw"], strict=True)]
+        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} … {max(ratios):.2f})"
+        saves = (f"{1e3 * call:.2f}", f"{durable:.3f}") if mode != "alone" else ("", "")
+        table.add_row(mode, f"{1e3 * step:.1f}", *saves, spread)
+    return table
+
+
+def _steps(store: Path, training: Training, mode: str) -> tuple[float, float, float]:
+    """Seconds of a step with its call, of the call alone, and until it is durable."""
+    if mode == "alone":
+        return statistics.median(_timed(training) for _ in range(DISK_STEPS)), 0.0, 0.0
+    calls, steps = [], []
+    keep, tiers = everstep.Keep(last=2), everstep.Tiers(codecs=mode)
+    options = {"strategy": "full", "keep": keep, "tiers": tiers}
+    with everstep.Checkpointer(store, training.state, **options) as checkpointer:
+        for number in range(1, DISK_STEPS + 1):
+            seconds, began = _timed(training), time.perf_counter()
+            checkpointer.step(number)
+            calls.append(time.perf_counter() - began)
+            steps.append(seconds + calls[-1])
+    await_end_of_keeper(store)
+    durable = checkpointer.metrics.durable_seconds
+    middle = [statistics.median(each[DISK_STEPS // 4 :]) for each in (steps, calls, durable)]
+    return middle[0], middle[1], middle[2]
 
 
 def _timed(training: Training) -> float:
