@@ -1,17 +1,36 @@
-"""How far the weights of each layer have changed, as a picture."""
+"""How far the weights of each layer have changed, as a picture; and the look of all pictures."""
 
 import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from everstep.versions.diff import Change
 
+INK, FAINT, BLUE = "#1d2733", "#c3cad3", "#3b6fb6"
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "legend.fontsize": 8,
+    "legend.framealpha": 1.0,
+    "legend.edgecolor": "white",
+    "figure.dpi": 150,
+}
 _LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
-_INK, _BAR, _FAINT = "#1d2733", "#3b6fb6", "#c3cad3"
 
 
 def layer_of(name: str) -> str:
@@ -24,26 +43,22 @@ def layer_of(name: str) -> str:
 def draw(changes: Iterable[Change], title: str, path: Path) -> None:
     """Write the picture: for each layer the root mean square of its elements' changes."""
     layers: dict[str, tuple[float, int]] = {}
-    for change in sorted(changes, key=lambda change: _natural(layer_of(change.name))):
+    for change in sorted(changes, key=lambda change: _natural(change.name)):
         squares, elements = layers.get(layer_of(change.name), (0.0, 0))
-        total = squares + change.squares, elements + change.elements
-        layers[layer_of(change.name)] = total
+        layers[layer_of(change.name)] = squares + change.squares, elements + change.elements
     values = [math.sqrt(squares / max(1, elements)) for squares, elements in layers.values()]
-    with mpl.rc_context({"font.family": "DejaVu Sans", "font.size": 9, "text.color": _INK}):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 1.2 + 0.24 * len(layers)), layout="constrained")
         axes = figure.subplots()
-        bars = axes.barh(list(layers), values, color=_BAR, height=0.7)
+        bars = axes.barh(list(layers), values, color=BLUE, height=0.7)
         axes.bar_label(bars, [f"{value:.2g}" for value in values], padding=3, fontsize=8)
         axes.margins(x=0.1)
         axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="x", color=_FAINT, linewidth=0.5)
-        axes.set_axisbelow(True)
         axes.set_xlabel("root mean square of an element's change")
-        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-        figure.savefig(path, dpi=150)
+        axes.set_title(title)
+        figure.savefig(path)
 
 
-def _natural(name: str) -> list[tuple[int, str]]:
+def _natural(name: str) -> str:
     """So that block 10 comes after block 9."""
-    return [(int(each), "") if each.isdigit() else (0, each) for each in name.split(".")]
+    return re.sub(r"\d+", lambda number: number[0].zfill(9), name)

@@ -2,12 +2,11 @@
 
 The trainer is a child process (trainer.py) that checkpoints every step. This process kills it at
 moments drawn from a seed (kills.py), has the same run trained without interruption, and reports
-what was lost, whether every bit is equal, and what it cost (report.py, table.py, picture.py).
+what was lost, and whether every bit is equal (report.py, table.py, picture.py).
 """
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -19,17 +18,14 @@ from typing import get_args
 from rich.console import Console
 from rich.progress import Progress
 
-from everstep.cli.demo.events import Event, Settings, Strategy
+from everstep.cli.demo.events import SPREAD_EVERY, Event, Settings, Strategy
 from everstep.cli.demo.kills import Trainer, draw_aims
-from everstep.cli.demo.report import make_report
+from everstep.cli.demo.report import Report, make_report
 from everstep.cli.demo.table import show
 from everstep.store.presence import is_empty
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import place_of, tier_at
 
-THREADS_MAX = 8
-SPREAD_EVERY = 5
-"""Where a demo spreads its checkpoints: at every step there is nothing to spread over."""
 STEPS_MIN = 4
 PLAIN_COLUMNS = 120
 _DIRECTORY = "runs/demo"
@@ -53,12 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=get_args(Strategy),
         default="auto",
-        help="how checkpoints are taken (default %(default)s)",
-    )
-    parser.add_argument(
-        "--every",
-        type=int,
-        help=f"steps from one checkpoint to the next (default 1; spread: {SPREAD_EVERY})",
+        help="how checkpoints are taken (default %(default)s), at every step; spread: at every "
+        f"{SPREAD_EVERY}th",
     )
     parser.add_argument(
         "--size", choices=["25m", "tiny"], default="25m", help="parameters (default 25m)"
@@ -69,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
     """The demo. Returns 0 where every comparison held, else 1."""
     if args.steps < STEPS_MIN or args.kills < 0:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
-    if args.every is not None and not 1 <= args.every <= args.steps:
-        raise ValueError("everstep demo: --every must be at least 1, and no more than --steps")
     url = args.store if isinstance(place_of(args.store), Url) else None
     if url and not is_empty(tier_at(url)):
         raise ValueError(f"everstep demo: {url} is not empty; give another one with --store")
-    killed = _settings(args, _prepare(Path(_DIRECTORY if url else args.store)), url)
+    directory = _prepare(Path(_DIRECTORY if url else args.store))
+    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
+    killed = Settings(str(directory), args.steps, seed, args.size, args.strategy, url)
     reference = replace(killed, role="reference")
     console = Console(width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
     title = (
@@ -83,12 +75,22 @@ def run(args: argparse.Namespace) -> int:
     )
     console.print(title, soft_wrap=True)
     with Progress(console=console, disable=not console.is_terminal) as progress:
-        again = "the same run without interruption"
         logs = (
             train(killed, "training", args.kills, progress),
-            train(reference, again, 0, progress),
+            train(reference, "the same run without interruption", 0, progress),
         )
-    return _report(args, killed, logs, console)
+    (directory / "events.json").write_text(json.dumps(logs))
+    report = make_report(killed, *logs)
+    show(report, console)
+    if len(report.kills) < args.kills:
+        few = f"Only {len(report.kills)} of {args.kills} kills came before the end."
+        console.print(few, style="yellow")
+    _draw(report, logs, args.picture or directory / "timeline.png", console)
+    console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+    return 0 if report.ok else 1
 
 
 def train(settings: Settings, what: str, kills: int, progress: Progress) -> list[Event]:
@@ -109,44 +111,17 @@ def train(settings: Settings, what: str, kills: int, progress: Progress) -> list
         return trainer.events
 
 
-def _settings(args: argparse.Namespace, directory: Path, url: str | None) -> Settings:
-    seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
-    return Settings(
-        role="killed",
-        directory=str(directory),
-        steps=args.steps,
-        seed=seed,
-        size=args.size,
-        strategy=args.strategy,
-        threads=min(THREADS_MAX, len(os.sched_getaffinity(0))),
-        every=args.every or (SPREAD_EVERY if args.strategy == "spread" else 1),
-        url=url,
-    )
-
-
-def _report(
-    args: argparse.Namespace,
-    killed: Settings,
-    logs: tuple[list[Event], list[Event]],
-    console: Console,
-) -> int:
-    (Path(killed.directory) / "events.json").write_text(json.dumps(logs))
-    report = make_report(killed, *logs, kills_planned=args.kills)
-    show(report, console)
-    picture = args.picture or Path(killed.directory) / "timeline.png"
-    picture.parent.mkdir(parents=True, exist_ok=True)
+def _draw(
+    report: Report, logs: tuple[list[Event], list[Event]], path: Path, console: Console
+) -> None:
     try:
         from everstep.cli.demo.picture import draw
     except ImportError:
         console.print("No picture: that needs matplotlib (pip install everstep[demo]).")
-    else:
-        draw(report, *logs, picture)
-        console.print(f"Timeline: {picture}", soft_wrap=True)
-    console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
-    return 0 if report.ok else 1
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(report, *logs, path)
+    console.print(f"Timeline: {path}", soft_wrap=True)
 
 
 def _prepare(directory: Path) -> Path:

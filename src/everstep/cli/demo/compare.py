@@ -59,17 +59,13 @@ def compare(run: Run, settings: Settings) -> dict[str, Any]:
 
 def state_of(run: Run) -> dict[str, Any]:
     """All that a checkpoint of a run has to bring back; tied weights once."""
-    parameters = dict(run.model.named_parameters())
-    groups = [dict(group, params=None) for group in run.optimizer.param_groups]
-    version, words, gauss = random.getstate()
     return {
-        "model": {**parameters, **dict(run.model.named_buffers())},
-        "moments": {name: run.optimizer.state[each] for name, each in parameters.items()},
-        "groups": groups,
+        "model": dict([*run.model.named_parameters(), *run.model.named_buffers()]),
+        "optimizer": run.optimizer.state_dict(),
         "scheduler": run.scheduler.state_dict(),
         "loader": run.loader.state_dict(),
         "note": run.note,
-        "python": (version, np.array(words, dtype=np.uint32), gauss),
+        "python": repr(random.getstate()),
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
     }

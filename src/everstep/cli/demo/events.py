@@ -3,11 +3,10 @@
 It is `{"event": …, "at": seconds of the machine's monotonic clock, …}`, so that times of parent and
 children lie on one axis; one that was sent outlives its process.
 
-Events of a trainer: start · imported · built(parameters) · restored(step, base, records), then at
-each step begin · forward · backward · update · trained(loss) · returned(due), and, from threads
-that watch the saves, captured · local(kind, bytes) of each, where kind is "state" or "record"; at
-last finished. The parent adds spawn and kill. The run without interruption writes compared(…)
-after its last step.
+Events of a trainer: imported · built · restored(step, base, records), then at each step begin ·
+forward · backward · update · trained(loss) · returned(due), and, from threads that watch the saves,
+captured · durable(kind) of each, where kind is "state" or "record". The parent adds spawn and kill.
+The run without interruption tells compared(state) after its last step.
 """
 
 import json
@@ -18,24 +17,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 Event = dict[str, Any]
-Role = Literal["killed", "reference"]
 Strategy = Literal["auto", "full", "spread", "log"]
+SPREAD_EVERY = 5
+"""Where a demo spreads its checkpoints: at every step there is nothing to spread over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a trainer is told on its command line, as JSON."""
 
-    role: Role
     directory: str
     steps: int
     seed: int
     size: Literal["25m", "tiny"]
     strategy: Strategy
-    threads: int
-    every: int = 1
     url: str | None = None
     """Of a bucket, which is the store then."""
+    role: Literal["killed", "reference"] = "killed"
 
     @property
     def store(self) -> Path | str:
@@ -43,9 +41,16 @@ class Settings:
         return self.url or Path(self.directory) / "store"
 
     @property
-    def level(self) -> str:
-        """Of what is durable."""
-        return "remote" if self.url else "local"
+    def every(self) -> int:
+        """Steps from one checkpoint to the next."""
+        return SPREAD_EVERY if self.strategy == "spread" else 1
+
+    @property
+    def lost_max(self) -> int:
+        """How many steps a kill may cost. At every step it is one: a call returns when the
+        checkpoint before it is captured. Else those since the last checkpoint, or, while that is
+        copied (beside the step after it), since the one before it."""
+        return 1 if self.every == 1 else self.every + 1
 
 
 class Teller:

@@ -12,17 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 
 from everstep.cli.demo.events import Event, Settings
 from everstep.errors import EverstepError
-from everstep.keeper import home, wire
+from everstep.keeper.home import status_of
 
 SILENCE_S_MAX = 180.0
 _EVENT_BYTES_MAX = 1 << 20
 _OUTPUT_CHARACTERS = 500
-_STARTING = "imported"
-_MOMENTS = (("returned", 1.0), ("backward", 0.2), (_STARTING, 0.5), ("returned", 0.1))
+_MOMENTS = (("returned", 1.0), ("backward", 0.2), ("imported", 0.5), ("returned", 0.1))
 """After this event, within that part of a step's usual time: anywhere in a step, around an update,
 while the trainer starts again, and right after step() returned."""
 
@@ -33,7 +31,7 @@ class DemoError(EverstepError):
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A kill to come: `wait` of a step's usual time after this event of `step`, or of a start."""
+    """A kill to come: `wait` of a step's time after this event, of `step` or of a later one."""
 
     event: str
     step: int
@@ -51,7 +49,7 @@ def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
     aims = []
     for index in range(kills):
         event, share = _MOMENTS[index % len(_MOMENTS)]
-        step = 2 + int((index + rng.random()) * stretch)
+        step = 0 if event == "imported" else 2 + int((index + rng.random()) * stretch)
         aims.append(Aim(event, step, share * rng.random()))
     return aims
 
@@ -59,11 +57,9 @@ def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
 def end_keeper(store: str) -> None:
     """Have the keeper of a store write what it holds, and wait until it has ended: then nothing of
     the run is left on this machine."""
-    try:
-        with wire.connect(home.endpoint(store).with_suffix(".sock")) as connection:
-            pidfd = os.pidfd_open(wire.check_peer(connection))
-    except OSError:
+    if (status := status_of(store)) is None:
         return
+    pidfd = os.pidfd_open(status["pid"])
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         if not select.select([pidfd], [], [], SILENCE_S_MAX)[0]:
@@ -80,9 +76,8 @@ class Trainer:
         self._on_event = on_event
         self._events: list[Event] = []
         self._output = Path(settings.directory) / f"{settings.role}.log"
-        self._begun = 0.0
-        self._seconds = [0.1]
-        """Of each step so far; the first is a guess."""
+        self._begun, self._step_s = 0.0, 0.1
+        """The last step; its length is a guess before there is one."""
         self.start()
 
     def start(self) -> None:
@@ -105,25 +100,10 @@ class Trainer:
 
     def kill_at(self, aim: Aim) -> bool:
         """Listen up to the aim and kill. False where the run was over before."""
-        for event in self._listen():
-            is_due = aim.event == _STARTING or event.get("step", 0) >= aim.step
-            if event["event"] == aim.event and is_due:
-                time.sleep(aim.wait * median(self._seconds))
-                return self._kill()
-        return False
-
-    def finish(self) -> None:
-        """Listen to the end. Raises DemoError where the process ended badly."""
-        for _ in self._listen():
-            pass
-
-    def close(self) -> None:
-        """End the process where it still runs."""
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
-
-    def _kill(self) -> bool:
+        events = (event for event in self._listen() if event["event"] == aim.event)
+        if not any(event.get("step", 0) >= aim.step for event in events):
+            return False
+        time.sleep(aim.wait * self._step_s)
         if self._process.poll() is not None:
             return False
         self._process.kill()
@@ -131,36 +111,41 @@ class Trainer:
         self._process.wait()
         if self._settings.url:
             end_keeper(self._settings.url)
-        for _ in self._receive():
+        for _ in self._listen():
             pass
         self._socket.close()
         return True
 
-    def _listen(self) -> Iterator[Event]:
-        """Events as they come, until the process has ended well."""
-        yield from self._receive()
+    def finish(self) -> None:
+        """Listen to the end. Raises DemoError where the process ended badly."""
+        for _ in self._listen():
+            pass
         if status := self._process.wait():
             raise DemoError(f"the trainer ended by itself with {status}: {self._said()}")
 
-    def _receive(self) -> Iterator[Event]:
+    def close(self) -> None:
+        """End the process where it still runs."""
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def _listen(self) -> Iterator[Event]:
+        """Events as they come, until the process has ended."""
         try:
             while data := self._socket.recv(_EVENT_BYTES_MAX):
                 event = json.loads(data)
-                self._note(event)
+                if event["event"] == "begin":
+                    self._begun = event["at"]
+                elif event["event"] == "returned":
+                    self._step_s = event["at"] - self._begun
+                self._events.append(event)
+                self._on_event(event)
                 yield event
         except TimeoutError:
             silent = f"the trainer was silent for {SILENCE_S_MAX:.0f} s: {self._said()}"
             raise DemoError(silent) from None
 
-    def _note(self, event: Event) -> None:
-        if event["event"] == "begin":
-            self._begun = event["at"]
-        elif event["event"] == "returned":
-            self._seconds.append(event["at"] - self._begun)
-        self._events.append(event)
-        self._on_event(event)
-
     def _said(self) -> str:
-        lines = self._output.read_text(errors="replace").split("\n")
-        last = next((line for line in reversed(lines) if line.strip()), "it printed nothing")
-        return f"{last[:_OUTPUT_CHARACTERS]} (all that it printed: {self._output})"
+        said = self._output.read_text(errors="replace").strip() or "it printed nothing"
+        last = said.splitlines()[-1][:_OUTPUT_CHARACTERS]
+        return f"{last} (all that it printed: {self._output})"

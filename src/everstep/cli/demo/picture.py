@@ -1,65 +1,47 @@
 """The timeline of a demo as a picture: the run and its steps on one axis, one kill from near."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from everstep.cli import text
 from everstep.cli.demo.events import Event
-from everstep.cli.demo.report import PHASES, Attempt, Report, split_attempts
+from everstep.cli.demo.report import PHASES, Attempt, Report, Step, split_attempts
+from everstep.versions.picture import BLUE, FAINT, STYLE
 
 Axes = Any  # matplotlib's own, which is not typed for us
 
-INK, FAINT, PAPER = "#1d2733", "#c3cad3", "#ffffff"
-TRAIN, KILL, DOWN = "#3b6fb6", "#d7263d", "#eceff3"
+KILL, DOWN, PAPER = "#d7263d", "#eceff3", "white"
 SAVED = {"copied": "#f0a202", "state": "#0b6e63", "record": "#63c5a4"}
 COLOURS = {
-    "start": "#b8bfc9",
+    "spawn": "#b8bfc9",
     "imported": "#959eab",
     "built": "#8e5ea2",
     "begin": "#9dc0e8",
-    "forward": TRAIN,
+    "forward": BLUE,
     "backward": "#1c3f74",
 }
 """Of what the trainer is at after an event; no other begins anything that is shown."""
-
-_STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "legend.fontsize": 8,
-    "legend.framealpha": 1.0,
-    "legend.edgecolor": PAPER,
-}
 
 
 def draw(report: Report, killed: list[Event], reference: list[Event], path: Path) -> None:
     """Write the picture of a demo as a PNG."""
     attempts = split_attempts(killed)
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(14, 9), dpi=150, facecolor=PAPER, layout="constrained")
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(14, 9), layout="constrained")
         grid = figure.add_gridspec(3, 3, height_ratios=[2.6, 1.3, 2.0])
-        run = figure.add_subplot(grid[0, :])
+        run = figure.add_subplot(grid[0, :], xlim=(0, attempts[-1].end))
         times = figure.add_subplot(grid[1, :], sharex=run)
-        _draw_run(run, report, attempts, reference)
-        _draw_step_times(times, attempts)
         for axes in (run, times):
             _draw_downtime(axes, attempts)
-        run.set_xlim(0, attempts[-1].end)
+        _draw_run(run, report, attempts, reference)
+        _draw_step_times(times, [step for attempt in attempts for step in attempt.steps()])
         _draw_near(figure.add_subplot(grid[2, :2]), attempts)
         _draw_losses(figure.add_subplot(grid[2, 2]), killed, reference)
         figure.suptitle(_title(report), x=0.01, ha="left", fontsize=13, fontweight="bold")
@@ -67,86 +49,82 @@ def draw(report: Report, killed: list[Event], reference: list[Event], path: Path
 
 
 def _title(report: Report) -> str:
-    lost = sum(kill.lost or 0 for kill in report.kills)
-    outcome = "every bit equal to the run without interruption" if report.ok else "NOT EQUAL"
+    said, outcome = report.settings, "every bit equal to the run without interruption"
     return (
-        f"Strategy {report.settings.strategy}: {report.settings.steps} steps, durable at "
-        f"{report.when}; {len(report.kills)} kills, {lost} step{'' if lost == 1 else 's'} lost; "
-        f"{outcome}"
+        f"Strategy {said.strategy}: {said.steps} steps, durable at every "
+        f"{'step' if said.every == 1 else f'{said.every}th'}; {len(report.kills)} kills, "
+        f"{text.plural(report.lost, 'step')} lost; {outcome if report.ok else 'NOT EQUAL'}"
     )
+
+
+def _draw_downtime(axes: Axes, attempts: Sequence[Attempt]) -> None:
+    """Grey from each kill (or start) until training goes on, a red line at each kill."""
+    for index, attempt in enumerate(attempts):
+        first = attempt.first("begin")
+        until = first["at"] if first else attempt.end
+        label = "_" * index + "starting again"  # one of them is in the legend
+        axes.axvspan(attempt.begin, until, color=DOWN, zorder=0, lw=0, label=label)
+        if index:
+            axes.axvline(attempts[index - 1].end, color=KILL, lw=0.9, zorder=1)
 
 
 def _draw_run(
     axes: Axes, report: Report, attempts: Sequence[Attempt], reference: Sequence[Event]
 ) -> None:
     """The step reached, what is durable, and how the run without interruption went."""
+    lives = [attempt.steps() for attempt in attempts]
+    steps = [[(step.end, step.number) for step in life if step.done] for life in lives]
+    saves = [[save for save in attempt.saves() if save.done] for attempt in attempts]
+    durable = [sorted((save.durable, save.step) for save in life) for life in saves]
+    states = [(s.durable, s.step) for life in saves for s in life if s.kind == "state"]
     plain = [(event["at"], event["step"]) for event in reference if event["event"] == "trained"]
-    axes.plot(*zip(*plain, strict=True), "--", color=FAINT, lw=1.5)
-    for attempt in attempts:
-        saves = sorted(
-            (save.durable, save.step, save.kind) for save in attempt.saves() if save.done
-        )
-        steps = [(step.end, step.number) for step in attempt.steps() if step.done]
-        durable = [(at, step) for at, step, _ in saves]
-        states = [(at, step) for at, step, kind in saves if kind == "state"]
-        for points, colour, width in ((steps, TRAIN, 2), (durable, SAVED["record"], 1.2)):
-            axes.step(*_columns(points), where="post", color=colour, lw=width)
-        axes.plot(*_columns(states), "D", color=SAVED["state"], ms=3, zorder=4)
+    for points, colour, width, label in (
+        (steps, BLUE, 2, "trained, step() returned"),
+        (durable, SAVED["record"], 1.2, "durable"),
+    ):
+        x, y = _columns(point for life in points for point in (*life, (math.nan, math.nan)))
+        axes.step(x, y, where="post", color=colour, lw=width, label=label)
+    look = {"color": SAVED["state"], "ms": 3, "zorder": 4}
+    axes.plot(*_columns(states), "D", label="a whole state", **look)
+    axes.plot(*_columns(plain), "--", color=FAINT, label="without checkpoints and kills")
     _draw_kills(axes, report)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run")
-    handles = [
-        Line2D([], [], color=TRAIN, lw=2, label="trained, step() returned"),
-        Line2D([], [], color=SAVED["record"], lw=1.2, label="durable"),
-        Line2D([], [], color=SAVED["state"], marker="D", ls="", ms=3, label="a whole state"),
-        Line2D([], [], color=FAINT, lw=1.5, ls="--", label="without checkpoints and kills"),
-        Line2D([], [], color=KILL, marker="X", ls="", label="killed"),
-        Patch(color=DOWN, label="starting again"),
-    ]
-    axes.legend(handles=handles, loc="lower right")
+    axes.legend(loc="lower right")
 
 
-def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in points], [y for _, y in points]
+def _columns(points: Iterable[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    found = list(points)
+    return [x for x, _ in found], [y for _, y in found]
 
 
 def _draw_kills(axes: Axes, report: Report) -> None:
     """A cross where each kill hit, with the steps that it cost and what the restart replayed."""
+    hits = [(kill.at_s, kill.returned) for kill in report.kills]
+    look = {"color": KILL, "ms": 9, "mec": PAPER, "mew": 0.8, "zorder": 5}
+    axes.plot(*_columns(hits), "X", label="killed", **look)
     last = float("-inf")
-    for kill in report.kills:
-        axes.plot(kill.at_s, kill.returned, "X", color=KILL, ms=9, mec=PAPER, mew=0.8, zorder=5)
+    for at, kill in zip(hits, report.kills, strict=True):
         if kill.restored is not None:
             words = f"{kill.lost} lost"
             words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
-            is_crowded = kill.at_s - last < 0.05 * report.seconds
+            is_crowded = kill.at_s - last < 0.05 * axes.get_xlim()[1]
             is_low = kill.returned < 0.15 * max(each.returned for each in report.kills)
             offset, side = ((6, 4), "bottom") if is_crowded or is_low else ((6, -4), "top")
-            at = (kill.at_s, kill.returned)
             axes.annotate(words, at, offset, va=side, textcoords="offset points", color=KILL)
             last = kill.at_s
 
 
-def _draw_step_times(axes: Axes, attempts: Sequence[Attempt]) -> None:
-    steps = [step for attempt in attempts for step in attempt.steps()]
+def _draw_step_times(axes: Axes, steps: Sequence[Step]) -> None:
     for step in steps:
-        seconds, colour = step.end - step.begin, TRAIN if step.done else KILL
+        seconds, colour = step.end - step.begin, BLUE if step.done else KILL
         axes.bar(step.begin, seconds * 1000, seconds, align="edge", color=colour, ec=PAPER, lw=0.4)
     done_ms = sorted((step.end - step.begin) * 1000 for step in steps if step.done)
     axes.set_ylim(0, 1.15 * done_ms[int(0.97 * (len(done_ms) - 1))])
     axes.set_ylabel("ms")
     axes.set_xlabel("seconds")
     axes.set_title("Time of each step, checkpoint included")
-
-
-def _draw_downtime(axes: Axes, attempts: Sequence[Attempt]) -> None:
-    """Grey from each kill (or start) until training goes on, a red line at each kill."""
-    for attempt in attempts:
-        first = attempt.first("begin")
-        until = first["at"] if first else attempt.end
-        axes.axvspan(attempt.begin, until, color=DOWN, zorder=0, lw=0)
-        if attempt.is_killed:
-            axes.axvline(attempt.end, color=KILL, lw=0.9, zorder=1)
 
 
 def _draw_near(axes: Axes, attempts: Sequence[Attempt]) -> None:

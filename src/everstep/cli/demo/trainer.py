@@ -7,17 +7,22 @@ the last checkpoint of the run that was killed.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import everstep
+from everstep import EverstepError, SaveHandle, Store
+from everstep.cli import workload
+from everstep.cli.demo.compare import compare
 from everstep.cli.demo.events import Settings, Teller
+from everstep.cli.workload import Run
 
-if TYPE_CHECKING:
-    from everstep import SaveHandle
-    from everstep.cli.workload import Run
-
+THREADS_MAX = 8
 LOOK_S = 0.01
 WATCHERS = 8
 SPREAD_WINDOW = 4
@@ -25,32 +30,23 @@ SPREAD_WINDOW = 4
 
 
 def main() -> None:
-    """Run one role. The start is on record before torch is imported, which takes seconds."""
+    """Run one role."""
     settings = Settings(**json.loads(sys.argv[1]))
     log = Teller()
-    log.write("start")
-    import torch
-
-    import everstep.checkpointer  # noqa: F401
-    from everstep.cli import workload
-
-    torch.set_num_threads(settings.threads)
     log.write("imported")
+    torch.set_num_threads(min(THREADS_MAX, len(os.sched_getaffinity(0))))
     run = workload.build(
         workload.load_text(), seed=settings.seed, steps=settings.steps, size=settings.size
     )
-    log.write("built", parameters=sum(p.numel() for p in run.model.parameters()))
+    log.write("built")
     if settings.role == "killed":
         train(run, settings, log)
     else:
         train_reference(run, settings, log)
-    log.write("finished")
 
 
-def train(run: "Run", settings: Settings, log: Teller) -> None:
+def train(run: Run, settings: Settings, log: Teller) -> None:
     """The run that is killed: goes on from the newest checkpoint, and saves every step."""
-    import everstep
-
     is_spread = settings.strategy == "spread"
     with (
         ThreadPoolExecutor(WATCHERS) as watchers,
@@ -63,8 +59,7 @@ def train(run: "Run", settings: Settings, log: Teller) -> None:
         ) as checkpointer,
     ):
         start = checkpointer.restore()
-        at = time.monotonic()
-        log.write("restored", step=start, at=at, **replayed(settings, start))
+        log.write("restored", step=start, **replayed(settings, start))
         for step in range(start + 1, settings.steps + 1):
             train_one_step(run, step, log)
             handle = checkpointer.step(step)
@@ -75,16 +70,14 @@ def train(run: "Run", settings: Settings, log: Teller) -> None:
             checkpointer.save(settings.steps)  # the last step is compared with the other run's
 
 
-def train_reference(run: "Run", settings: Settings, log: Teller) -> None:
+def train_reference(run: Run, settings: Settings, log: Teller) -> None:
     """The run that nothing interrupts, without checkpoints."""
-    from everstep.cli.demo.compare import compare
-
     for step in range(1, settings.steps + 1):
         train_one_step(run, step, log)
-    log.write("compared", **compare(run, settings))
+    log.write("compared", state=compare(run, settings))
 
 
-def train_one_step(run: "Run", step: int, log: Teller) -> None:
+def train_one_step(run: Run, step: int, log: Teller) -> None:
     """One step, with its phases on record, so that it can be told where a kill has hit."""
     log.write("begin", step=step)
     loss = run.train_step(lambda phase: log.write(phase, step=step))
@@ -93,8 +86,6 @@ def train_one_step(run: "Run", step: int, log: Teller) -> None:
 
 def replayed(settings: Settings, step: int) -> dict[str, Any]:
     """The state that a restore began with, and how many records it replayed after that."""
-    from everstep import EverstepError, Store
-
     try:
         chain = Store(settings.store).chain(step)
     except EverstepError:  # nothing yet, or it came from memory only
@@ -102,23 +93,20 @@ def replayed(settings: Settings, step: int) -> dict[str, Any]:
     return {"base": chain[0].step, "records": sum(len(manifest.records) for manifest in chain)}
 
 
-def watch(handle: "SaveHandle", settings: Settings, log: Teller) -> None:
+def watch(handle: SaveHandle, settings: Settings, log: Teller) -> None:
     """Puts on record when a save was copied and when it was durable. In a thread of its own: it
     looks now and then, since to wait for a copy would have it checked."""
-    from everstep import EverstepError, Store
-
-    for name, level in (("captured", "captured"), ("local", settings.level)):
+    for level in ("captured", handle.durable):
         while level not in handle.times:
             if handle.error:
                 return
             time.sleep(LOOK_S)
-        facts: dict[str, Any] = {}
-        if name == "local":
-            with contextlib.suppress(EverstepError):  # it is gone again
-                manifest = Store(settings.store).manifest(handle.step)
-                kind = "record" if manifest.previous else "state"
-                facts = {"kind": kind, "bytes": manifest.size}
-        log.write(name, step=handle.step, at=handle.times[level], **facts)
+        if level == "captured":
+            log.write("captured", step=handle.step, at=handle.times[level])
+    kind = None
+    with contextlib.suppress(EverstepError):  # it is gone again
+        kind = "record" if Store(settings.store).manifest(handle.step).previous else "state"
+    log.write("durable", step=handle.step, at=handle.times[handle.durable], kind=kind)
 
 
 if __name__ == "__main__":
