@@ -75,8 +75,8 @@ def build(kind: str, trained: dict[str, Tensor] | None = None) -> Training:
     if kind == "lora":
         model.requires_grad_(False)
         for block in model.blocks:
-            block.query_key_value = LowRank(block.query_key_value)
-            block.project = LowRank(block.project)
+            block.linear1 = LowRank(block.linear1)
+            block.linear2 = LowRank(block.linear2)
     own = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(own, lr=SHAPE.learning_rate, fused=True)
 

@@ -1,13 +1,13 @@
 """The training run of `everstep demo` (and of benchmarks/): a GPT on the bytes of real text.
 
 It is an ordinary run, written as its user would write it without any thought of checkpoints: AdamW,
-warm-up and cosine, gradient clipping, dropout (so that the random state matters) and a loader with
-a state of its own. Two runs built with the same arguments on one machine are equal bit for bit.
+a cosine for its rate, gradient clipping, dropout (so that the random state matters) and a loader
+with a state of its own. Two runs built with the same arguments on one machine are equal bit for
+bit.
 
 Shapes: B batch, S sequence, D width, V vocabulary (the 256 bytes).
 """
 
-import math
 import random
 import sysconfig
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 
 TEXT_BYTES_MAX = 4_000_000
 VOCABULARY = 256
@@ -78,68 +78,36 @@ class Loader:
         self._generator.set_state(state["generator"])
 
 
-class Block(nn.Module):
-    """One layer: causal self-attention and a perceptron, each on a normed residual stream."""
-
-    def __init__(self, shape: Shape, dropout: float) -> None:
-        super().__init__()
-        width = shape.width
-        self.heads = shape.heads
-        self.drop = nn.Dropout(dropout)
-        self.norm_attention = nn.LayerNorm(width)
-        self.query_key_value = nn.Linear(width, 3 * width)
-        self.project = nn.Linear(width, width)
-        self.norm_mlp = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x_bsd: Tensor) -> Tensor:
-        """The stream after this layer."""
-        x_bsd = x_bsd + self.drop(self.project(self._attend(self.norm_attention(x_bsd))))
-        x_bsd = x_bsd + self.drop(self.mlp(self.norm_mlp(x_bsd)))
-        return x_bsd
-
-    def _attend(self, x_bsd: Tensor) -> Tensor:
-        batch, sequence, width = x_bsd.shape
-        split = self.query_key_value(x_bsd).view(batch, sequence, 3, self.heads, -1)
-        query, key, value = split.permute(2, 0, 3, 1, 4)
-        dropout = self.drop.p if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, None, dropout, is_causal=True
-        )
-        return mixed.transpose(1, 2).reshape(batch, sequence, width)
-
-
 class GPT(nn.Module):
     """A decoder-only transformer over bytes, its head tied to its embedding."""
 
     def __init__(self, shape: Shape, dropout: float = 0.1) -> None:
         super().__init__()
+        width = shape.width
         self.drop = nn.Dropout(dropout)
-        self.embed = nn.Embedding(VOCABULARY, shape.width)
-        self.place = nn.Embedding(shape.sequence, shape.width)
-        self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
-        self.apply(_initialise)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.place = nn.Embedding(shape.sequence, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, shape.heads, 4 * width, dropout, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(shape.layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
+        for each in (self.embed, self.place):
+            nn.init.normal_(each.weight, std=0.02)
 
     def forward(self, bytes_bs: Tensor) -> Tensor:
         """Logits [B, S, V] of the byte that follows each position."""
         places = torch.arange(bytes_bs.shape[1], device=bytes_bs.device)
         x_bsd = self.drop(self.embed(bytes_bs) + self.place(places))
+        later = places > places[:, None]
         for block in self.blocks:
-            x_bsd = block(x_bsd)
+            x_bsd = block(x_bsd, later, is_causal=True)
         logits: Tensor = self.head(self.norm(x_bsd))
         return logits
-
-
-def _initialise(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
 
 
 @dataclass(slots=True)
@@ -148,7 +116,7 @@ class Run:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    scheduler: LambdaLR
+    scheduler: LRScheduler
     loader: Loader
     note: dict[str, Any]
     device: torch.device
@@ -202,26 +170,9 @@ def build(
     shape = SHAPES[size]
     model = GPT(shape).train()
     shard(model)
-    optimizer = torch.optim.AdamW(_groups(model), lr=shape.learning_rate, fused=True)
-    scheduler = LambdaLR(optimizer, lambda step: _rate(step, steps))
+    rate = shape.learning_rate
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1, fused=True)
+    scheduler = CosineAnnealingLR(optimizer, steps, eta_min=0.1 * rate)
     loader = Loader(text, batch=shape.batch, sequence=shape.sequence, seed=seed)
     note = {"size": size, "seed": seed, "steps": steps, "text_bytes": len(text)}
     return Run(model, optimizer, scheduler, loader, note, torch.device("cpu"))
-
-
-def _groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def _rate(step: int, steps: int) -> float:
-    """Linear warm-up over the first tenth of a run, then a cosine down to a tenth of the rate."""
-    warm_up = max(1, steps // 10)
-    if step < warm_up:
-        return (step + 1) / warm_up
-    done = min(1.0, (step - warm_up) / max(1, steps - warm_up))
-    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
