@@ -26,7 +26,7 @@ def test_deleting_what_a_record_follows(store):
     run_logged(store, build(1), train, base_every=5)
     before = files_of(store)
     for step in (1, 3, 6, 7):
-        with pytest.raises(Conflict, match="Delete what follows first"):
+        with pytest.raises(Conflict, match="goes on from there"):
             Store(store).delete(step)
     assert files_of(store) == before
     for step in (8, 7, 6):

@@ -186,7 +186,7 @@ def test_rm_of_what_logs_go_on_from(logged: Path, capsys: CAPTURED) -> None:
     assert run("rm", logged, "10", "13-1", "--yes") == 1
     error = capsys.readouterr().err
     assert error.startswith("everstep: Conflict: deleting 10-1, 13-1 from ")
-    assert "2 logs (steps 11 to 12) go on from there" in error
+    assert "what follows (steps 11 to 12) goes on from there" in error
     assert f"everstep rm {logged} 10-1 13-1 --following" in error
     assert len(run_json(capsys, "ls", logged)["checkpoints"]) == 8
     deleted = run_json(capsys, "rm", logged, "11", "--following")["deleted"]
@@ -212,5 +212,5 @@ def test_chains_end_also_where_a_store_is_made_up(tmp_path: Path) -> None:
     disk, _ = cli_store.begin(tmp_path)
     one, two = CheckpointName(1, 1), CheckpointName(2, 1)
     chains = Chains(disk)
-    chains._links = {one: Link(two, 1), two: Link(one, 1)}
+    chains._links = {one: Link({}, two, 1, True), two: Link({}, one, 1, True)}
     assert chains.origin(one) is None

@@ -21,12 +21,12 @@ WALK_MAX = 1000
 @dataclass(frozen=True, slots=True)
 class Link:
     """A checkpoint in its chain. `behind`: what a restore reads before it; None where one begins.
-    `whole`: the facts of a state that was made of it, also of one that is not exact, and is not
-    taken."""
+    `exact`: whether that what it reads here is so."""
 
+    facts: dict[str, Any]
     behind: CheckpointName | None
     records: int
-    whole: dict[str, Any] | None = None
+    exact: bool
 
 
 class Chains:
@@ -34,61 +34,51 @@ class Chains:
 
     def __init__(self, disk: Tier) -> None:
         self._disk = disk
-        self._links: dict[CheckpointName, Link | None] = {}
+        self._links: dict[CheckpointName, Link] = {}
 
-    def read(self, name: CheckpointName) -> Manifest:
+    def link(self, name: CheckpointName) -> Link:
         """Raises Missing, Corrupt, Unsupported."""
-        self._links[name] = None
-        manifest = catalog.read_manifest(self._disk, name)
-        state = None
-        if manifest.records:
-            with contextlib.suppress(EverstepError):  # a damaged one is as none
-                state = catalog.read_state(self._disk, name)
-        is_made = state is not None and state.ends_chain
-        behind = None if is_made or not manifest.previous else manifest.previous.name
-        whole = _whole_facts(state) if state and not state.is_spread else None
-        self._links[name] = Link(behind, len(manifest.records), whole)
-        return manifest
-
-    def whole(self, name: CheckpointName) -> dict[str, Any] | None:
-        """What was made of this step, in the background or by everstep materialize."""
-        link = self._link(name)
-        return link.whole if link else None
+        if name not in self._links:
+            manifest = catalog.read_manifest(self._disk, name)
+            state = state_beside(self._disk, manifest)
+            taken = state if state and state.ends_chain else manifest
+            behind = taken.previous.name if taken.previous else None
+            facts, records = facts_of(manifest, state), len(manifest.records)
+            self._links[name] = Link(facts, behind, records, taken.exact)
+        return self._links[name]
 
     def origin(self, name: CheckpointName) -> tuple[CheckpointName, int] | None:
         """The state that a restore begins with, and how many records are replayed after it. None
         where the way back is broken, or longer than WALK_MAX."""
-        here, link, records = name, self._link(name), 0
-        for _ in range(WALK_MAX):
-            if link is None or link.behind is None:
-                break
-            records += link.records
-            here = link.behind
-            link = self._link(here)
-        return (here, records) if link and link.behind is None else None
-
-    def is_exact(self, name: CheckpointName) -> bool:
-        """Whether it is restored bit for bit, as far as can be told: not from a state that is not
-        exact, and stands for the log before it."""
-        origin = self.origin(name)
-        whole = self.whole(origin[0]) if origin else None
-        return whole is None or whole["exact"] or not whole["ends_chain"]
-
-    def _link(self, name: CheckpointName) -> Link | None:
-        if name not in self._links:
-            with contextlib.suppress(EverstepError):
-                self.read(name)
-        return self._links[name]
+        records = 0
+        with contextlib.suppress(EverstepError):
+            for _ in range(WALK_MAX):
+                link = self.link(name)
+                if link.behind is None:
+                    return name, records
+                records += link.records
+                name = link.behind
+        return None
 
 
-def facts_of(manifest: Manifest) -> dict[str, Any]:
-    """What its manifest says of a checkpoint."""
+def state_beside(disk: Tier, manifest: Manifest) -> Manifest | None:
+    """What was made of a step that takes a replay, in the background or by everstep materialize; a
+    damaged one is as none."""
+    with contextlib.suppress(EverstepError):
+        return catalog.read_state(disk, manifest.name) if manifest.records else None
+    return None
+
+
+def facts_of(manifest: Manifest, state: Manifest | None) -> dict[str, Any]:
+    """What its manifest says of a checkpoint; under "whole" of the state beside it, also of one
+    that is not exact, and is not taken."""
     kept = ("step", "epoch", "size", "created", "exact", "metrics")
     return {
         "kind": "log" if manifest.previous else "state",
         **{key: getattr(manifest, key) for key in kept},
         "previous": asdict(manifest.previous) if manifest.previous else None,
         "added": catalog.added_bytes(manifest),
+        "whole": _whole_facts(state) if state and not state.is_spread else None,
     }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains, facts_of
+from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import CheckpointName
@@ -28,7 +28,7 @@ from everstep.tiers.tier import Tier, name_of, tier_at
 
 Facts = dict[str, Any]
 
-_TITLES = ("STEP", "KIND", "TAGS", "SIZE", "ADDED", "WRITTEN", "AGE", "METRICS")
+_TITLES = ("STEP", "KIND", "TAGS", "SIZE", "ADDED", "WRITTEN", "METRICS")
 _READS_IN_FLIGHT = 8
 _HEAD, _TAIL = 2, 6
 """How many checkpoints in a row are listed at the beginning and at the end, when not all are."""
@@ -76,20 +76,23 @@ class Listing:
     def _read(self, name: CheckpointName) -> Facts:
         """What its manifest says, or what is wrong with it."""
         try:
-            return facts_of(self.chains.read(name))
+            return self.chains.link(name).facts
         except EverstepError as error:
             return {"kind": type(error).__name__.lower(), "problem": str(error)}
 
     def _entry(self, name: CheckpointName, said: Facts) -> Facts:
         """Its place in the run and in its chain beside that."""
         own = {"name": str(name), **name._asdict(), "current": name in self.current}
-        own["tags"] = self.tags.get(name, [])
+        own |= {"tags": self.tags.get(name, []), **said}
         if "problem" in said:
-            return own | said
-        base, records = (said["previous"] and self.chains.origin(name)) or (None, None)
-        is_exact = said["exact"] and self.chains.is_exact(name)
-        own |= {"base": base and base._asdict(), "records": records}
-        return own | said | {"whole": self.chains.whole(name), "exact": is_exact}
+            return own
+        base, records = self.chains.origin(name) or (None, None)
+        own["exact"] &= base is None or self.chains.link(base).exact
+        is_log = said["kind"] == "log"
+        return own | {
+            "base": base._asdict() if base and is_log else None,
+            "records": records if is_log else None,
+        }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +136,7 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
     entries = listing.entries(shown)
     has_logs = any(entry["kind"] == "log" for entry in entries)
     cells = [_cells(listing, entry, has_logs) for entry in entries]
-    titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "ADDED", "AGE"))
+    titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "ADDED"))
     yield from ("", text.line(f"  {titles}", "dim"))
     table = zip(aligned, entries, strict=True)
     for row in rows:
@@ -185,7 +188,7 @@ def _style(listing: Listing, name: CheckpointName, entry: Facts) -> str:
 def _caption(epoch: Epoch) -> str:
     is_first = epoch.parent is None
     origin = "from nothing" if is_first else f"from step {epoch.fork} of epoch {epoch.parent}"
-    parts = [f"epoch {epoch.number}", origin, text.clean(epoch.writer), text.age(epoch.created)]
+    parts = (f"epoch {epoch.number}", origin, text.clean(epoch.writer), text.time(epoch.created))
     return " · ".join(filter(None, parts))
 
 
@@ -195,7 +198,7 @@ def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
     is_latest = listing.latest is not None and entry["name"] == str(listing.latest)
     tags = text.clean(" ".join([*entry["tags"], *(["← latest"] if is_latest else [])]))
     if "problem" in entry:
-        return [step, "", tags, "", "", "", "", entry["kind"]]
+        return [step, "", tags, "", "", "", entry["kind"]]
     return [
         step,
         _kind(entry) if has_logs else "",
@@ -203,7 +206,6 @@ def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
         text.size(entry["size"]),
         text.size(entry["added"]) if entry["added"] != entry["size"] else "",
         text.time(entry["created"]),
-        text.age(entry["created"]),
         text.pairs(entry["metrics"]),
     ]
 

@@ -6,10 +6,11 @@ import sys
 from everstep.cli import text
 from everstep.cli.answers import Answer
 from everstep.cli.target import add_words, split_words, tags_of
-from everstep.errors import Conflict
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, retain
 from everstep.tiers.tier import Tier, tier_at
+
+_LISTED_MAX = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,10 +29,8 @@ def run(args: argparse.Namespace) -> Answer | int:
     path, steps = split_words(args.words, len(args.words), 1)
     disk = tier_at(path)
     doomed = sorted({catalog.find(disk, step) for step in steps})
-    if following := [n for n in retain.cut_off(disk, doomed.__contains__) if n not in doomed]:
-        if not args.following:
-            raise Conflict(_advice(path, doomed, following))
-        doomed = sorted({*doomed, *following})
+    if args.following:
+        doomed = sorted({*doomed, *retain.cut_off(disk, doomed.__contains__)})
     if not args.yes and sys.stdin.isatty() and not _confirms(disk, path, doomed):
         print("nothing was deleted", file=sys.stderr)
         return 1
@@ -42,32 +41,14 @@ def run(args: argparse.Namespace) -> Answer | int:
     )
 
 
-def _advice(path: str, doomed: list[CheckpointName], following: list[CheckpointName]) -> str:
-    named = " ".join(f"{name.step}-{name.epoch}" for name in doomed)
-    first, last = following[0], following[-1]
-    which = f"step {first.step}" if first == last else f"steps {first.step} to {last.step}"
-    goes = "goes" if first == last else "go"
-    return (
-        f"deleting {_listed(doomed, {})} from {path}: {text.plural(len(following), 'log')} "
-        f"({which}) {goes} on from there, and could not be restored any more. To delete them too: "
-        f"everstep rm {path} {named} --following"
-    )
-
-
 def _confirms(disk: Tier, path: str, doomed: list[CheckpointName]) -> bool:
-    """Ask on the terminal; anything but yes is a no."""
-    count = text.plural(len(doomed), "checkpoint")
-    shown = _listed(doomed, tags_of(disk))
-    question = f"delete {count} of {text.clean(path)}: {shown}? [y/N] "
-    print(question, end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _listed(doomed: list[CheckpointName], tags: dict[CheckpointName, list[str]]) -> str:
-    """As "40-1, 80-1 (best) and 3 more"."""
+    """Ask on the terminal, as "40-1, 80-1 (best) and 3 more"; anything but yes is a no."""
+    tags = tags_of(disk)
     listed = [
-        f"{name.step}-{name.epoch}"
-        + (f" ({text.clean(', '.join(tags[name]))})" if name in tags else "")
-        for name in doomed[:8]
+        f"{name.step}-{name.epoch}" + (f" ({', '.join(tags[name])})" if name in tags else "")
+        for name in doomed[:_LISTED_MAX]
     ]
-    return ", ".join(listed) + (f" and {len(doomed) - 8:,} more" if len(doomed) > 8 else "")
+    more = f" and {len(doomed) - len(listed):,} more" if len(doomed) > len(listed) else ""
+    question = f"delete {text.plural(len(doomed), 'checkpoint')} of {path}: {', '.join(listed)}"
+    print(f"{text.clean(question + more)}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

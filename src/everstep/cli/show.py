@@ -14,7 +14,7 @@ from typing import Any
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
-from everstep.cli.chains import Chains, facts_of
+from everstep.cli.chains import facts_of, state_beside
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
@@ -76,12 +76,11 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
     Raises Missing, Corrupt, Unsupported."""
     store, disk = Store(path), tier_at(path)
     name = catalog.find(disk, reference)
-    chains = Chains(disk)
-    manifest = chains.read(name)
+    manifest = catalog.read_manifest(disk, name)
     tables = store.tables(manifest) if manifest.records else None  # else one after another
-    chain, broken = None, None
+    chain, broken = [manifest], None
     try:
-        chain = _chain_facts(store.chain(str(name))) if manifest.previous else None
+        chain = store.chain(str(name))
     except EverstepError as error:
         broken = str(error)
     kept = ("run", "parent", "topology", "capture", "classes", "hyperparameters", "objects")
@@ -90,15 +89,14 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
     tensors = _tensor_facts(manifest, each_table)
     return {
         "name": str(name),
-        **facts_of(manifest),
+        **facts_of(manifest, state_beside(disk, manifest)),
         **{key: getattr(manifest, key) for key in kept},
-        "exact": manifest.exact and chains.is_exact(name),
+        "exact": manifest.exact and chain[0].exact,
         "tags": tags_of(disk).get(name, []),
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
         "thinned": {str(step): share for step, share in manifest.shares_by_step().items()},
-        "chain": chain,
+        "chain": _chain_facts(chain) if manifest.previous and not broken else None,
         "broken": broken,
-        "whole": chains.whole(name),
         "unproven": catalog.read_unproven(disk).get(name),
         "records": [_record_facts(*each) for each in records],
         "packs": [
@@ -194,7 +192,7 @@ def _summary(facts: Facts) -> list[str]:
         packs["…"] = f"{more:,} more (--json lists them)"
     return [
         text.paint(f"step {facts['step']}", "title") + " · ".join(words),
-        *_section("written", f"{text.time(facts['created'])} ({text.age(facts['created'])})"),
+        *_section("written", text.time(facts["created"])),
         *_origin_lines(facts),
         *_section("calls", _call_texts(facts["records"])),
         *_section("thinned", _thinned_text(facts["thinned"])),
@@ -242,7 +240,7 @@ def _origin_lines(facts: Facts) -> list[str]:
     """What it follows, or what a restore of it replays."""
     parent, records = facts["parent"], facts["records"]
     if facts["broken"]:
-        return _section("log of", f"NOT RESTORABLE: {text.clean(facts['broken'])}")
+        return _section("broken", f"NOT RESTORABLE: {text.clean(facts['broken'])}")
     if facts["chain"]:
         return _section("log of", _chain_text(facts["chain"], facts["epoch"]))
     if records:
@@ -302,8 +300,8 @@ def _thinned_text(shares: Mapping[str, float]) -> str:
 
 
 def _whole_text(whole: Facts | None) -> str:
-    """As "38.1 MiB since 12:00 (3 min ago), bit for bit", or why it is not exact; nothing where it
-    was not made whole."""
+    """As "38.1 MiB since 2026-11-26 12:00:00, bit for bit", or why it is not exact; nothing where
+    it was not made whole."""
     if whole is None:
         return ""
     made = f"{text.size(whole['size'])} since {text.time(whole['created'])}"
@@ -313,7 +311,7 @@ def _whole_text(whole: Facts | None) -> str:
         how = f"but for last bits: {takes}"
     if whole["differs"]:
         how += f"; not exact: {', '.join(whole['differs'])}"
-    return text.clean(f"{made} ({text.age(whole['created'])}), {how}")
+    return text.clean(f"{made}, {how}")
 
 
 def _holdings(facts: Facts) -> str:

@@ -1,4 +1,4 @@
-"""Text for people: sizes, ages, tagged JSON in words; tables, colours, the terminal's width.
+"""Text for people: sizes, tagged JSON in words; tables, colours, the terminal's width.
 
 Standard library only, for start-up time. Whatever comes out of a store goes through `clean` or
 `brief` before it reaches a terminal.
@@ -9,12 +9,11 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-_CODES = {"dim": "2", "tag": "33", "title": "1;36", "live": "1;32", "bad": "1;31"}
+_CODES = {"dim": "2", "title": "1;36", "live": "1;32", "bad": "1;31"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SPANS = ((86_400, "day"), (3_600, "h"), (60, "min"), (1, "s"))
 _ITEMS_MAX, _TOLD_MAX = 8, 100
 
 
@@ -64,19 +63,6 @@ def time(created: str) -> str:
         return f"{datetime.fromisoformat(created).astimezone():%Y-%m-%d %H:%M:%S}"
     except ValueError:
         return clean(created)
-
-
-def age(created: str) -> str:
-    """How long ago a time of the format was, in its largest unit: "3 min ago"; "" for no time."""
-    try:
-        seconds = (datetime.now(UTC) - datetime.fromisoformat(created)).total_seconds()
-    except (ValueError, TypeError):
-        return ""
-    for span, unit in _SPANS:
-        if seconds >= span:
-            count = int(seconds // span)
-            return f"{plural(count, unit) if unit == 'day' else f'{count} {unit}'} ago"
-    return "now"
 
 
 def brief(value: Any, limit: int = 60) -> str:

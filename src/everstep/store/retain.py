@@ -121,25 +121,24 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
     presence.check_alone(disk, f"deleting {', '.join(map(str, doomed))} from")
     cache: NeedsCache = {}
     with disk.locked(exclusive=True):
-        if needed := sorted(set(doomed) - set(_free(disk, doomed, cache))):
-            logs = [
-                name
-                for name in catalog.committed(disk)
-                if name not in doomed and _previous(disk, name, cache) in doomed
-            ]
+        if stays := [n for n in cut_off(disk, doomed.__contains__, cache) if n not in doomed]:
+            asked = [f"{name.step}-{name.epoch}" for name in doomed]
             raise Conflict(
-                f"deleting {', '.join(map(str, needed))} from {disk.root}: "
-                f"{', '.join(map(str, logs))} goes on from there. Delete what follows first, the "
-                f"newest first"
+                f"deleting {', '.join(asked)} from {disk.root}: what follows (steps "
+                f"{stays[0].step} to {stays[-1].step}) goes on from there, and could not be "
+                f"restored any more. To delete that, too: everstep rm {disk.root} "
+                f"{' '.join(asked)} --following"
             )
         return _delete(disk, doomed, cache)
 
 
-def cut_off(disk: Tier, is_lost: Callable[[CheckpointName], bool]) -> dict[CheckpointName, None]:
+def cut_off(
+    disk: Tier, is_lost: Callable[[CheckpointName], bool], cache: NeedsCache | None = None
+) -> dict[CheckpointName, None]:
     """The checkpoints of which a restore would read, beside themselves, one that is lost; rising.
     What cannot be read goes on from nothing that could be told."""
     found: dict[CheckpointName, None] = {}
-    cache: NeedsCache = {}
+    cache = {} if cache is None else cache
     for name in sorted(catalog.committed(disk)):  # each after what is behind it
         with contextlib.suppress(EverstepError):
             behind = _previous(disk, name, cache)
