@@ -97,7 +97,7 @@ def test_what_goes_on_from_a_damaged_one_is_left_out(
     out = capsys.readouterr().out
     assert "✗ 00000011-0001" in out
     assert run("cp", logged, "12", tmp_path / "there") == 1
-    assert "everstep: Corrupt: reading data/00000011-0001" in capsys.readouterr().err
+    assert "✗ 00000012-0001  reading data/00000011-0001" in capsys.readouterr().out
 
 
 def test_a_damaged_base_is_read_once(logged: Path, tmp_path: Path, capsys: CAPTURED) -> None:

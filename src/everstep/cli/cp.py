@@ -1,7 +1,7 @@
 """everstep cp: copy checkpoints to another store."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 from everstep.cli import text
 from everstep.cli.answers import Answer, progress_bar
@@ -41,71 +41,52 @@ def run(args: argparse.Namespace) -> Answer:
             f"copying to {place}: it is no store, and there is something in it. Name a place for "
             f"the store itself, as in: everstep cp {path} {place}/copy"
         )
+    chosen = [catalog.find(source, step) for step in steps] or catalog.lineage(source)[::-1]
+    if not chosen:
+        raise Missing(f"there is no checkpoint in {source.root}")
     with shown(target), progress_bar("copying") as progress:
-        copies = _Copies(source, target, progress)
-        if steps:
-            for name in [catalog.find(source, step) for step in steps]:
-                copies.copy(name)
-        else:
-            copies.copy_all()
-    copied, seconds = copies.copied, progress.seconds
+        copied, problems, cut_off = _copy(source, target, chosen, progress)
     facts = {
         "copied": list(map(str, copied.checkpoints)),
         "bytes": copied.bytes,
         "bytes_there": copied.bytes_there,
-        "seconds": seconds,
-        "problems": copies.problems,
-        "cut_off": list(map(str, copies.cut_off)),
+        "seconds": progress.seconds,
+        "problems": problems,
+        "cut_off": cut_off,
     }
-    return Answer(facts, _lines(copies, seconds), 1 if copies.problems else 0)
+    lines = [f"{text.paint(f'✗ {n}', 'bad')}  {text.clean(each)}" for n, each in problems.items()]
+    if cut_off:
+        others = text.plural(len(cut_off), "checkpoint")
+        lines.append(f"{others} not copied, of a state that is damaged")
+    count, rate = len(copied.checkpoints), text.speed(copied.bytes, progress.seconds)
+    said = f"{text.plural(count, 'checkpoint')}, {text.size(copied.bytes)}"
+    lines.append(f"copied {said} in {progress.seconds:.1f} s ({rate})")
+    return Answer(facts, lines, 1 if problems else 0)
 
 
-class _Copies:
-    """What was copied so far, and what could not be, as it is damaged, or of a damaged state."""
-
-    def __init__(self, source: Tier, target: Tier, progress: Progress) -> None:
-        self.copied = Copied()
-        self.problems: dict[str, str] = {}
-        self.cut_off: list[CheckpointName] = []
-        self._source, self._target = source, target
-        self._tags = tags_of(source)
-        self._copier = Copier(source, target, progress=progress)
-
-    def copy(self, name: CheckpointName) -> None:
-        """One, with those of its tags that the target has not."""
-        there = catalog.read_tags(self._target)
-        tags = [tag for tag in self._tags.get(name, []) if tag not in there]
-        new = self._copier.copy(name, tags)
-        self.copied.checkpoints += new.checkpoints
-        self.copied.bytes += new.bytes
-        self.copied.bytes_there += new.bytes_there
-
-    def copy_all(self) -> None:
-        """The newest first: it is worth most, if the copy is broken off."""
-        run = catalog.lineage(self._source)
-        if not run:
-            raise Missing(f"there is no checkpoint in {self._source.root}")
-        chains, lost = Chains(self._source), set[CheckpointName]()
-        for name in reversed(run):
-            base, _ = chains.origin(name) or (name, 0)
-            if base in lost:
-                self.cut_off.append(name)
-                continue
-            try:
-                self.copy(name)
-            except (Corrupt, Missing) as error:
-                if catalog.is_there(self._source, name):  # else it was deleted since
-                    self.problems[str(name)] = str(error)
-                if not catalog.is_there(self._target, base):
-                    lost.add(base)
-
-
-def _lines(copies: _Copies, seconds: float) -> Iterator[str]:
-    for name, problem in copies.problems.items():
-        yield f"{text.paint(f'✗ {name}', 'bad')}  {text.clean(problem)}"
-    if copies.cut_off:
-        others = text.plural(len(copies.cut_off), "checkpoint")
-        yield f"{others} not copied, of a state that is damaged"
-    count, size = text.plural(len(copies.copied.checkpoints), "checkpoint"), copies.copied.bytes
-    rate = text.speed(size, seconds)
-    yield f"copied {count}, {text.size(size)} in {seconds:.1f} s ({rate})"
+def _copy(
+    source: Tier, target: Tier, chosen: Sequence[CheckpointName], progress: Progress
+) -> tuple[Copied, dict[str, str], list[str]]:
+    """Each, with those of its tags that the target has not. What was copied; what could not be, as
+    it is damaged; and what is of a state that is."""
+    copied, problems, cut_off = Copied(), dict[str, str](), list[str]()
+    copier, chains, own = Copier(source, target, progress=progress), Chains(source), tags_of(source)
+    lost: set[CheckpointName] = set()
+    for name in chosen:
+        base, _ = chains.origin(name) or (name, 0)
+        if base in lost:
+            cut_off.append(str(name))
+            continue
+        there = catalog.read_tags(target)
+        try:
+            new = copier.copy(name, [tag for tag in own.get(name, []) if tag not in there])
+        except (Corrupt, Missing) as error:
+            if catalog.is_there(source, name):  # else it was deleted since
+                problems[str(name)] = str(error)
+            if not catalog.is_there(target, base):
+                lost.add(base)
+            continue
+        copied.checkpoints += new.checkpoints
+        copied.bytes += new.bytes
+        copied.bytes_there += new.bytes_there
+    return copied, problems, cut_off

@@ -21,7 +21,6 @@ from everstep.cli.chains import Chains
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError
 from everstep.format.manifest import CheckpointName
-from everstep.restore.store import Store
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
 from everstep.tiers.tier import Tier, name_of, tier_at
@@ -53,7 +52,7 @@ class Listing:
         disk = tier_at(path)
         found = sorted(catalog.committed(disk))
         epochs = catalog.read_epochs(disk, found)
-        run, now = Store(path).run, dict.fromkeys(current(epochs, found))
+        run, now = catalog.read_run(disk), dict.fromkeys(current(epochs, found))
         return cls(disk, run, epochs, found, now, tags_of(disk), Chains(disk))
 
     @property

@@ -57,9 +57,11 @@ def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
 def end_keeper(store: str) -> None:
     """Have the keeper of a store write what it holds, and wait until it has ended: then nothing of
     the run is left on this machine."""
-    if (status := status_of(store)) is None:
+    status = status_of(store) or {}
+    try:
+        pidfd = os.pidfd_open(status["pid"])
+    except (KeyError, ProcessLookupError):  # there is none, or none any more
         return
-    pidfd = os.pidfd_open(status["pid"])
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGTERM)
         if not select.select([pidfd], [], [], SILENCE_S_MAX)[0]:
