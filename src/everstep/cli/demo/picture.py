@@ -109,7 +109,7 @@ def _draw_kills(axes: Axes, report: Report) -> None:
         if kill.restored is not None:
             words = f"{kill.lost} lost"
             words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
-            is_crowded = kill.at_s - last < 0.05 * axes.get_xlim()[1]
+            is_crowded = kill.at_s - last < 0.08 * axes.get_xlim()[1]
             is_low = kill.returned < 0.15 * max(each.returned for each in report.kills)
             offset, side = ((6, 4), "bottom") if is_crowded or is_low else ((6, -4), "top")
             axes.annotate(words, at, offset, va=side, textcoords="offset points", color=KILL)
