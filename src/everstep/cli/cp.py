@@ -58,9 +58,8 @@ def run(args: argparse.Namespace) -> Answer:
     if cut_off:
         others = text.plural(len(cut_off), "checkpoint")
         lines.append(f"{others} not copied, of a state that is damaged")
-    count, rate = len(copied.checkpoints), text.speed(copied.bytes, progress.seconds)
-    said = f"{text.plural(count, 'checkpoint')}, {text.size(copied.bytes)}"
-    lines.append(f"copied {said} in {progress.seconds:.1f} s ({rate})")
+    count = len(copied.checkpoints)
+    lines.append(f"copied {text.moved(count, 'checkpoint', copied.bytes, progress.seconds)}")
     return Answer(facts, lines, 1 if problems else 0)
 
 

@@ -54,6 +54,6 @@ def run(args: argparse.Namespace) -> Answer:
     seconds, left_out = progress.seconds, draft.left_out
     count, size = len(draft.tensors), sum(found.size for found in draft.tensors.values())
     said = {"from": draft.kind, "bytes": size, "tensors": count, "left_out": left_out}
-    lines = [f"{name} from {draft.kind}: {text.moved(count, size, seconds)}"]
+    lines = [f"{name} from {draft.kind}: {text.moved(count, 'tensor', size, seconds)}"]
     lines += [f"left out: {text.clean(path)} ({text.clean(why)})" for path, why in left_out.items()]
     return Answer({**name._asdict(), **said, "seconds": seconds}, lines)

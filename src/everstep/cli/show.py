@@ -80,7 +80,7 @@ def _facts(path: str, reference: str | None) -> dict[str, Any]:
     tables = store.tables(manifest) if manifest.records else None  # else one after another
     chain, broken = [manifest], None
     try:
-        chain = store.chain(str(name))
+        chain = store.chain(str(name)) if manifest.records else chain
     except EverstepError as error:
         broken = str(error)
     kept = ("run", "parent", "topology", "capture", "classes", "hyperparameters", "objects")
@@ -240,7 +240,7 @@ def _origin_lines(facts: Facts) -> list[str]:
     """What it follows, or what a restore of it replays."""
     parent, records = facts["parent"], facts["records"]
     if facts["broken"]:
-        return _section("broken", f"NOT RESTORABLE: {text.clean(facts['broken'])}")
+        return _section("log of", f"NOT RESTORABLE: {text.clean(facts['broken'])}")
     if facts["chain"]:
         return _section("log of", _chain_text(facts["chain"], facts["epoch"]))
     if records:

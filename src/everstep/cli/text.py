@@ -46,14 +46,14 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def moved(tensors: int, size_bytes: int, seconds: float) -> str:
-    """What an import or export came to: "12 tensors, 1.2 GB, in 3.4 s (353 MB/s)"."""
+def moved(count: int, noun: str, size_bytes: int, seconds: float) -> str:
+    """As "12 tensors, 1.2 GiB, in 3.4 s (353.0 MiB/s)"."""
     rate = speed(size_bytes, seconds)
-    return f"{plural(tensors, 'tensor')}, {size(size_bytes)}, in {seconds:.1f} s ({rate})"
+    return f"{plural(count, noun)}, {size(size_bytes)}, in {seconds:.1f} s ({rate})"
 
 
 def speed(size_bytes: float, seconds: float = 1.0) -> str:
-    """ "353 MB/s"."""
+    """ "353.0 MiB/s"."""
     return f"{size(int(size_bytes / max(seconds, 1e-9)))}/s"
 
 

@@ -103,7 +103,7 @@ def train(settings: Settings, what: str, kills: int, progress: Progress) -> list
 
     with closing(Trainer(settings, follow)) as trainer:
         for count, aim in enumerate(draw_aims(settings.steps, kills, settings.seed), 1):
-            if not trainer.kill_at(aim):
+            if not trainer.kill_at(*aim):
                 break
             progress.update(task, description=f"{what}, killed {count} of {kills} times")
             trainer.start()

@@ -10,7 +10,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 
 from everstep.cli.demo.events import Event, Settings
@@ -29,29 +30,18 @@ class DemoError(EverstepError):
     """The demo could not go on: the trainer ended by itself, or fell silent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Aim:
-    """A kill to come: `wait` of a step's time after this event, of `step` or of a later one."""
-
-    event: str
-    step: int
-    wait: float
-
-
-def draw_aims(steps: int, kills: int, seed: int) -> list[Aim]:
-    """Moments of all kinds, spread over the run: a random step in each of `kills` equal stretches.
+def draw_aims(steps: int, kills: int, seed: int) -> Iterator[tuple[str, int, float]]:
+    """Kills to come, spread over the run: after this event of a random step in each of `kills`
+    equal stretches (or of a start), when that part of a step's time has gone by.
 
     None is aimed at the first step, or at the last two, in which the run may be over before the
     kill has come.
     """
     rng = random.Random(seed)
     stretch = max(0, steps - 3) / max(1, kills)
-    aims = []
-    for index in range(kills):
-        event, share = _MOMENTS[index % len(_MOMENTS)]
+    for index, (event, share) in zip(range(kills), cycle(_MOMENTS), strict=False):
         step = 0 if event == "imported" else 2 + int((index + rng.random()) * stretch)
-        aims.append(Aim(event, step, share * rng.random()))
-    return aims
+        yield event, step, share * rng.random()
 
 
 def end_keeper(store: str) -> None:
@@ -100,12 +90,13 @@ class Trainer:
         found = sorted(self._events, key=lambda event: event["at"])
         return [{**event, "at": event["at"] - found[0]["at"]} for event in found]
 
-    def kill_at(self, aim: Aim) -> bool:
-        """Listen up to the aim and kill. False where the run was over before."""
-        events = (event for event in self._listen() if event["event"] == aim.event)
-        if not any(event.get("step", 0) >= aim.step for event in events):
+    def kill_at(self, event: str, step: int, wait: float) -> bool:
+        """Kill it `wait` of a step's time after this event of `step`, or of a later one. False
+        where the run was over before."""
+        found = (each for each in self._listen() if each["event"] == event)
+        if not any(each.get("step", 0) >= step for each in found):
             return False
-        time.sleep(aim.wait * self._step_s)
+        time.sleep(wait * self._step_s)
         if self._process.poll() is not None:
             return False
         self._process.kill()
