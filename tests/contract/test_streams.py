@@ -403,16 +403,39 @@ def test_a_version_that_comes_again_after_a_restore_has_other_content(local):
     assert state["replay"].history == [1, 2, 30]
 
 
+class Counting(Growing):
+    """Its version counts the changes that this process has made."""
+
+    def add(self, value):
+        self.history.append(value)
+        self.version += 1
+
+    def load_stream(self, content):
+        [(_, [history])] = [(name, list(pieces)) for name, pieces in content]
+        self.history = list(bytes(history))
+
+
+@pytest.mark.parametrize("strategy", ["full", *slow("log")])
+def test_versions_that_begin_again_in_a_new_process_have_other_content(local, strategy):
+    for step in (1, 2, 3):
+        state = build(Counting())
+        with everstep.Checkpointer(local, state, strategy=strategy) as checkpointer:
+            assert checkpointer.restore() == step - 1
+            assert state["replay"].history == list(range(1, step))
+            train(state)
+            state["replay"].add(step)
+            checkpointer.save(step).wait(timeout=60)
+
+
 def test_the_stream_of_another_store_is_written_here(local, tmp_path):
     other = tmp_path / "other"
     with everstep.Checkpointer(other, build(Replay(5))) as checkpointer:
         checkpointer.save(1).wait(timeout=60)
     end_keeper(other)
-    state = build(Replay(1))
+    state = build(Replay(5))
     with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
         checkpointer.save(1).wait(timeout=60)
         assert checkpointer.restore(from_store=other) == 1
-        state["replay"].version = 5
         checkpointer.save(2).wait(timeout=60)
     assert Store(local).verify().ok
 

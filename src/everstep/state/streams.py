@@ -47,7 +47,8 @@ class StreamState(AtTheCall):
         self.value = value
         self.known: tuple[Any, Future[Stream]] | None = None
         """The version that is durable, or will be, and where. One that comes again after another
-        was loaded may have other content: only the last is known."""
+        was loaded may have other content: only the last is known, and by what the object itself
+        calls it then, which may count anew in each process."""
         self.loads = 0
 
     @property
@@ -75,6 +76,6 @@ class StreamState(AtTheCall):
             self.value.load_stream(placement.read_stream(stream))
             found: Future[Stream] = Future()
             found.set_result(stream)
-            self.known = version(), found
+            self.known = self.version, found
 
         placement.then(load)
