@@ -113,7 +113,7 @@ def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -
             time.sleep(0.01)
         found = saver.metrics.replica_seconds
     if args.kind in OFFLOADED:
-        found += _processor_s(optimizer._process._process.pid)
+        found += _processor_s(optimizer._process.worker.pid)
     return found
 
 

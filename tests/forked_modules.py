@@ -2,11 +2,11 @@
 forked from a process that has imported them: most of what such a process costs is Python's start
 and its imports, and the tests start some thousand.
 
-`install()` gives `everstep.keeper.home` and `everstep.keeper.wire` a Popen that asks that process,
-in whatever process of the tests. What runs is the module, as by `python -m`, with the arguments,
-environment, directory, files and session that it would have, after what a test wants done in
-keepers (`begin_with`). Where a test has changed the interpreter or its path, and in processes that
-did not call `install`, they start as their users' do.
+`install()` gives `everstep.keeper.home` and `everstep.keeper.workers` a Popen that asks that
+process, in whatever process of the tests. What runs is the module, as by `python -m`, with the
+arguments, environment, directory, files and session that it would have, after what a test wants
+done in keepers (`begin_with`). Where a test has changed the interpreter or its path, and in
+processes that did not call `install`, they start as their users' do.
 """
 
 import ast
@@ -24,7 +24,7 @@ import sys
 import traceback
 from types import SimpleNamespace
 
-from everstep.keeper import home, wire
+from everstep.keeper import home, workers
 
 KEEPER = "everstep.keeper"
 ADDRESS = "EVERSTEP_TEST_MODULES"
@@ -39,7 +39,7 @@ QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS":
 
 def install() -> None:
     """From now on, what this process starts is forked where that makes no difference."""
-    home.subprocess = wire.subprocess = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)
+    home.subprocess = workers.subprocess = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)
 
 
 def begin_with(patch, function, *arguments):

@@ -191,7 +191,7 @@ def test_workers_that_are_killed_at_any_moment():
     for step in range(1, 13):
         gradients(mine, step)
         gradients(theirs, step)
-        pid = offloaded._process and offloaded._process._process.pid
+        pid = offloaded._process and offloaded._process.worker.pid
         timer = None
         if pid and rng.random() < 0.5:
             timer = threading.Timer(rng.uniform(0, 0.06), killed, (pid,))
@@ -228,10 +228,10 @@ def test_state_in_a_file_is_in_memory_a_chunk_at_a_time(tmp_path):
         reference.step()
         same(mine, theirs)
         if step == 1:
-            libraries = resident(offloaded._process._process.pid)
+            libraries = resident(offloaded._process.worker.pid)
     size = sum(each.numel() for each in mine) * 12
     assert size > 200e6
-    assert resident(offloaded._process._process.pid) < libraries + 0.2 * size
+    assert resident(offloaded._process.worker.pid) < libraries + 0.2 * size
     assert not list(tmp_path.iterdir())  # the file has no name
     offloaded.close()
 
@@ -276,7 +276,7 @@ def test_a_worker_that_cannot_start(monkeypatch):
             offloaded.step()
     same([each.detach() for each in net.parameters()], before)
     offloaded.step()  # and it goes on when there is one
-    pid = offloaded._process._process.pid
+    pid = offloaded._process.worker.pid
     offloaded.close()
     until(lambda: ended(pid, 0), "its end")
 
@@ -309,7 +309,7 @@ def test_updates_overlap_with_backward(is_killed):
         until(lambda: not torch.equal(overlapped.state[last]["exp_avg"], moments), "no update")
         begun.append(len(overlapped.overlap._sent))
         if is_killed and len(begun) == 2:
-            killed(overlapped._process._process.pid)
+            killed(overlapped._process.worker.pid)
 
     for step in range(4):
         inputs = torch.randn(4, 1500)

@@ -52,7 +52,7 @@ def trains(store, kind):
     step = saver.restore()
     while True:
         worker = getattr(state["optimizer"], "_process", None)
-        process = worker and worker._process
+        process = worker and worker.worker
         print(step, saver._client.keeper_pid, process and process.pid, flush=True)
         step += 1
         train(state)

@@ -2,12 +2,12 @@
 state is there, as the last update left it, and a restore reads only what differs."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from everstep.errors import Unavailable
 from everstep.format.document import digest_of
-from everstep.keeper.arena import FILE, OPTIMIZER, Arena
+from everstep.keeper.arena import OPTIMIZER, Arena
 from everstep.keeper.client import Client
 from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.sharding.redundancy import inner_of
@@ -28,37 +28,27 @@ class OptimizerArenas:
             if arena and self._given.get(key) != arena.identity:
                 if key in self._given:
                     self._client.release_arena(key)
-                self._client.add_arena(key, Arena.of(key, os.dup(arena.fd)))
+                self._client.add_arena(key, Arena(os.dup(arena.fd)))
                 self._given[key] = arena.identity
 
-    def adopt(self, arenas: Iterable[tuple[str, Arena]]) -> None:
-        """Let optimizers go on in those of dead trainers; the others are closed."""
-        left = dict(arenas)
+    def adopt(self, arenas: Mapping[str, Arena]) -> None:
+        """Let optimizers go on in those of dead trainers, by their keys. Where one cannot be had,
+        the state is read."""
         for key, optimizer in self._optimizers():
-            if arena := left.pop(key, None):
-                self._adopt(key, optimizer, arena)
-        for arena in left.values():
-            arena.close()
-
-    def _adopt(self, key: str, optimizer: OffloadedOptimizer, arena: Arena) -> None:
-        """Where it cannot be had, the state is read."""
-        own = Arena.of(key, os.dup(arena.fd))
-        is_ours = False
-        with suppress(Unavailable):
-            is_ours = self._client.adopt(key, arena)  # which has it from then on
-        if not is_ours:
-            arena.close()
-        elif optimizer.adopt(own):
-            self._given[key] = own.identity
-            return
-        else:
-            self._client.release_arena(key)
-        own.close()
+            if (arena := arenas.get(key)) is None:
+                continue
+            own = Arena(os.dup(arena.fd))
+            with suppress(Unavailable):
+                if not self._client.adopt(key, arena):  # which has it from then on
+                    continue
+                if optimizer.adopt(own):
+                    self._given[key] = own.identity
+                else:
+                    self._client.release_arena(key)
 
     def _optimizers(self) -> Iterator[tuple[str, OffloadedOptimizer]]:
         for each in self._state.optimizers:
             optimizer = inner_of(each.optimizer)
             if isinstance(optimizer, OffloadedOptimizer):
-                place = FILE if optimizer.is_on_disk else ""
                 whose = f"{each.name} of {self._state.world.rank}"
-                yield f"{OPTIMIZER}{place}{digest_of(whose.encode())[:16]}", optimizer
+                yield f"{OPTIMIZER}{digest_of(whose.encode())[:16]}", optimizer

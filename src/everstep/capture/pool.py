@@ -75,7 +75,7 @@ class Pool:
         self._inherited = []
         for key, arena in arenas:
             is_place = place_of(arena) in (self._client.place.here, None)
-            if is_place and not arena.is_spill:
+            if is_place and not arena.is_file:
                 self._inherited.append((key, arena))
             else:
                 arena.close()

@@ -53,8 +53,7 @@ SPILL = "spill."
 
 OPTIMIZER = "optimizer."
 """So does that of one which no slot of is saved: the keeper keeps it for whoever comes after its
-trainer's death; it is a file where the key goes on with FILE."""
-FILE = "file."
+trainer's death."""
 
 DOCUMENTS_BYTES_MAX = 1 << 30
 """Of one slot: whoever reads a document copies it, so that its size must have a bound."""
@@ -92,14 +91,14 @@ class Row:
 class Arena:
     """One arena, mapped. Not thread-safe by itself: a slot belongs to one thread at a time."""
 
-    def __init__(self, fd: int, *, is_spill: bool = False) -> None:
+    def __init__(self, fd: int) -> None:
         """Map the arena behind `fd`, which this object owns from now on.
 
-        Raises Corrupt where it is not a sealed arena of consistent sizes (of the spill: a file of
-        this user without a name): nothing that the other process wrote is believed before that.
+        Raises Corrupt where it is neither sealed memory nor a file of this user without a name, or
+        its sizes are not consistent: nothing that the other process wrote is believed before that.
         """
         self.fd = fd
-        self.is_spill = is_spill
+        self.is_file = False
         self.identity = (0, 0)
         """Device and inode of the memory: the same in every process that maps it."""
         try:
@@ -112,8 +111,8 @@ class Arena:
         fd, found = self.fd, os.fstat(self.fd)
         size = found.st_size
         self.identity = found.st_dev, found.st_ino
-        is_safe = _is_private(found) if self.is_spill else _is_sealed(fd)
-        if not is_safe or size < PAGE_BYTES:
+        self.is_file = not _is_sealed(fd)
+        if (self.is_file and not _is_private(found)) or size < PAGE_BYTES:
             raise Corrupt(f"mapping an arena of {size} bytes: it is not sealed against resizing")
         self._map = mmap.mmap(fd, size)
         magic, *sizes = _HEAD.unpack_from(self._map)
@@ -132,11 +131,6 @@ class Arena:
             self._map.madvise(mmap.MADV_DONTFORK)
         self.memory = memoryview(self._map)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    @classmethod
-    def of(cls, key: str, fd: int) -> "Arena":
-        """That of a key. Raises Corrupt, OSError."""
-        return cls(fd, is_spill=key.startswith((SPILL, OPTIMIZER + FILE)))
 
     @classmethod
     def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":
@@ -179,7 +173,7 @@ class Arena:
             raise Unavailable(
                 f"making a file of {size} bytes in {directory}: {error.strerror}"
             ) from error
-        return cls(fd, is_spill=True)
+        return cls(fd)
 
     @property
     def size(self) -> int:
@@ -385,7 +379,9 @@ def _lay_out(fd: int, slot_count: int, documents_size: int, image_size: int) -> 
 
 
 def _is_sealed(fd: int) -> bool:
-    return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    with contextlib.suppress(OSError):  # of what cannot be sealed
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+    return False
 
 
 def _is_private(found: os.stat_result) -> bool:

@@ -247,7 +247,7 @@ class Client:
         arenas = []
         for key, fd in zip(reply["arenas"], fds, strict=False):
             try:
-                arenas.append((key, Arena.of(key, fd)))
+                arenas.append((key, Arena(fd)))
             except (Corrupt, OSError) as error:  # the disk serves
                 log.warning("mapping what the keeper holds: %s", error)
         return arenas
@@ -389,7 +389,7 @@ class Client:
             known = self._arenas.get(key)
             if known is None and fds:
                 try:
-                    self._arenas[key] = Arena(fds.pop(), is_spill=True)
+                    self._arenas[key] = Arena(fds.pop())
                 except (Corrupt, OSError) as error:
                     log.warning("mapping the spill: %s", error)
             elif known and not fds:

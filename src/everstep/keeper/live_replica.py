@@ -5,28 +5,26 @@ trainer is gone.
     who restores ──lend──▶ an arena with the whole state, as those of dead trainers
 
 Invariants:
-* It ends with the keeper, whose death closes the socket that the worker reads, and with the last
-  trainer that wants it.
+* It ends with the keeper, and with the last trainer that wants it.
 * It never holds up a commit, nor a slot: what the trainer has filled anew by the time it is read is
   read from the disk.
-* One that dies is started again, and goes on from base and records. After FAILURES_MAX without any
-  progress, or one that would come again each time, there is none.
+* One that dies or fails is started again, and at the next commit goes on from base and records.
+  After FAILURES_MAX without any progress, or one that would come again each time, there is none.
 """
 
 import contextlib
 import logging
-import socket
-import subprocess
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from everstep.errors import Corrupt, EverstepError
+from everstep.errors import Corrupt, EverstepError, Mismatch, Unsupported, kind_of
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import Job
+from everstep.keeper.workers import Worker
 from everstep.store import commit, names
 from everstep.tiers.tier import Tier
 
@@ -39,9 +37,11 @@ KEY = "replica"
 """Of its arena, among those that are handed to who restores."""
 
 FAILURES_MAX = 3
-NOTES_MAX = 64
-_FOR_GOOD = ("Unsupported", "Mismatch")
+NOTES_MAX = 8
+"""More have no slot any more."""
 
+_FOR_GOOD = (Unsupported, Mismatch)
+_LOOK_S = 0.5
 
 _Note = tuple[CheckpointName, Sequence[Job]]
 """A commit, and the jobs in whose slots it may still lie."""
@@ -57,48 +57,45 @@ class LiveReplica:
         self._team: Team | None = None
         """Whose log it follows."""
         self._notes: deque[_Note] = deque(maxlen=NOTES_MAX)
-        self._newest: _Note | None = None
+        """Of which the worker has not heard."""
         self._told: CheckpointName | None = None
         """The newest that the worker knows of, of which it may write a base."""
-        self._connection: socket.socket | None = None
-        self._worker: subprocess.Popen[bytes] | None = None
-        self._is_busy = self._has_come = self._is_lending = self._awaits_base = False
+        self._worker: Worker | None = None
+        self._has_come = self._is_lending = self._awaits_base = False
         self._failures = 0
         self._is_over = False
         self.lent: Arena | None = None
         """The state, for who restores."""
-        self._lock = threading.RLock()
+        self._changed = threading.Condition()
         threading.Thread(target=self._run, name="everstep-replica", daemon=True).start()
 
     def note(
         self, team: "Team", name: CheckpointName, jobs: Sequence[Job], *, takes_replay: bool
     ) -> None:
         """It was committed."""
-        with self._lock:
+        with self._changed:
             self._team = team
             self._awaits_base &= takes_replay
-            if self._awaits_base:
+            if self._awaits_base or self._is_over:
                 return
-            self._newest = name, jobs
-            self._notes.append(self._newest)
+            self._notes.append((name, jobs))
             self._take_back()
-            self._go_on()
+            self._changed.notify()
 
     def lend(self) -> bool:
         """Ask for the state; whether there is nothing to wait for any more, as it is `lent`, or
         will not be."""
-        with self._lock:
-            if self.lent or not self._has_come:
-                return True
-            self._is_lending = True
-            self._go_on()
-            return False
+        with self._changed:
+            self._is_lending = self._has_come and self.lent is None
+            self._changed.notify()
+            return not self._is_lending
 
     def close(self) -> None:
         """End the worker; does not wait for it."""
-        with self._lock:
+        with self._changed:
             self._is_over = True
             self._take_back()
+            self._changed.notify()
             if self._worker:
                 self._worker.terminate()
 
@@ -107,39 +104,57 @@ class LiveReplica:
     def _run(self) -> None:
         while not self._is_over:
             try:
-                connection = self._start()
-            except OSError as error:
-                self._fail("Unavailable", f"its process cannot be started: {error}")
-                continue
-            with connection, contextlib.suppress(OSError, ValueError):
-                while received := wire.receive(connection):
-                    self._hear(*received)
+                self._worker = Worker("everstep.restore.worker", str(self._disk.root))
+                self._serve(self._worker)
+            except (EverstepError, OSError, ValueError) as error:
+                if not self._is_over:
+                    self._fail(error)
             self._end()
 
-    def _start(self) -> socket.socket:
-        """A worker, and the socket to it. Raises OSError."""
-        with self._lock:
-            self._worker, own = wire.start_worker("everstep.restore.worker", str(self._disk.root))
+    def _serve(self, worker: Worker) -> None:
+        """Let it follow until all is over. Raises what it failed with, OSError where it died."""
+        while self._ask(worker):
+            message, fds = worker.receive()
+            with self._changed:
+                self._failures = 0
+                self._has_come = message["name"] is not None
+                self.lent = next(map(Arena, fds), self.lent)
+                self._is_lending &= self._has_come and self.lent is None
+            self._tell(message)
+            if message["has_base"] and self._team:
+                self._team.retain()
+            self._wake()
+
+    def _ask(self, worker: Worker) -> bool:
+        """Tell it what came, and whether somebody waits; blocks until there is either. False where
+        all is over. Raises OSError where it has died."""
+        with self._changed:
+            while not (self._notes or self._is_lending or self._is_over):
+                self._changed.wait(_LOOK_S)
+                worker.check()
             if self._is_over:
-                self._worker.terminate()
-            self._connection, self._is_busy = own, False
-            if self._newest and not self._notes:
-                self._notes.append(self._newest)
-            self._go_on()
-        return own
+                return False
+            saves, fds = [], list[int]()
+            for name, jobs in self._notes:
+                own = [job.arena.fd for job in jobs]
+                is_there = min(own) >= 0 and len(fds) + len(own) <= wire.DESCRIPTORS_MAX
+                saves.append([*name, [[job.slot, job.sequence] for job in jobs if is_there]])
+                fds += own if is_there else []
+                self._told = name
+            self._notes.clear()
+            worker.send({"type": "follow", "saves": saves, "lends": self._is_lending}, fds)
+            return True
 
     def _end(self) -> None:
-        """The worker is gone."""
-        with self._lock:
-            worker, self._worker, self._connection = self._worker, None, None
+        """End the worker, if there is one."""
+        with self._changed:
+            worker, self._worker = self._worker, None
             self._take_back()
-            self._has_come = False
+            self._has_come = self._is_lending = False
         if worker:
-            worker.wait()
+            worker.close()
         if self._told:
             self._discard(self._told)
-        if not self._is_over:
-            self._fail("Unavailable", "its process has died")
         self._wake()
 
     def _discard(self, name: CheckpointName) -> None:
@@ -150,79 +165,21 @@ class LiveReplica:
             own = [path for path in packs if names.is_new_in(path, name)]
             commit.discard_packs(self._disk, name, own)
 
-    def _hear(self, message: wire.Message, fds: list[int]) -> None:
-        match message:
-            case {"type": "lent"}:
-                with self._lock:
-                    self._is_lending = False
-                    self._has_come &= bool(fds)
-                    for fd in fds:
-                        with contextlib.suppress(EverstepError, OSError):
-                            self.lent = Arena(fd)
-                self._wake()
-            case {"type": "replica", "name": name, "has_base": has_base}:
-                with self._lock:
-                    self._failures = 0
-                    self._has_come = name is not None
-                self._tell(message)
-                if has_base and self._team:
-                    self._team.retain()
-            case {"type": "failed", "kind": str(kind), "message": str(text)}:
-                self._fail(kind, text)
-                self._wake()
-        with self._lock:
-            self._is_busy = False
-            self._go_on()
-
-    def _fail(self, kind: str, text: str) -> None:
-        with self._lock:
-            self._has_come = self._is_lending = False
-            self._awaits_base = kind == Corrupt.__name__
-            self._failures = FAILURES_MAX if kind in _FOR_GOOD else self._failures + 1
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._awaits_base = isinstance(error, Corrupt)
+            self._failures = FAILURES_MAX if isinstance(error, _FOR_GOOD) else self._failures + 1
             self._is_over |= self._failures >= FAILURES_MAX
-            if self._is_over and self._worker:
-                self._worker.terminate()
         end = ". There will be none any more" if self._is_over else ""
+        text = f"{kind_of(error)}: {error}"
         log.error("the replica of %s: %s%s", self._disk.root, text, end)
+        said = {"message": text[: wire.TEXT_MAX], "is_end": self._is_over}
         is_wanted = self._is_over or self._awaits_base
-        said = {"message": f"{kind}: {text}"[: wire.TEXT_MAX], "is_end": self._is_over}
         self._tell({"type": "no_replica", **said, "wants_base": is_wanted})
 
     def _tell(self, message: wire.Message) -> None:
         if self._team:
             self._team.tell_all(message)
-
-    # ---- with the lock held ----------------------------------------------------------------
-
-    def _go_on(self) -> None:
-        """Tell the worker what came, or that somebody waits, when it has answered what was
-        before."""
-        if self._is_busy or self._connection is None:
-            return
-        if self._notes:
-            self._send_notes(self._connection)
-        elif self._is_lending:
-            self._send(self._connection, {"type": "lend"}, [])
-
-    def _send_notes(self, connection: socket.socket) -> None:
-        arenas = {job.arena.identity: job.arena for _, jobs in self._notes for job in jobs}
-        sent = [key for key, arena in arenas.items() if arena.fd >= 0 and not arena.is_spill]
-        sent = sent[-wire.DESCRIPTORS_MAX :]
-        numbers = {key: number for number, key in enumerate(sent)}
-        saves = []
-        for name, jobs in self._notes:
-            rows = [[numbers.get(job.arena.identity), job.slot, job.sequence] for job in jobs]
-            saves.append([*name, [] if any(number is None for number, *_ in rows) else rows])
-        self._told, _ = self._notes[-1]
-        self._notes.clear()
-        fds = [arenas[key].fd for key in sent]
-        self._send(connection, {"type": "follow", "saves": saves}, fds)
-
-    def _send(self, connection: socket.socket, message: wire.Message, fds: list[int]) -> None:
-        """A worker that is gone is found by the thread that listens."""
-        with contextlib.suppress(OSError):
-            wire.send(connection, message, fds)
-        self._is_busy = True
 
     def _take_back(self) -> None:
         if self.lent:

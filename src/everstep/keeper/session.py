@@ -134,12 +134,12 @@ class Session:
     def take_arena(self, key: str, fd: int) -> None:
         """Map an arena that the trainer gave, or gives again; owns `fd`. Raises ValueError,
         Corrupt, OSError."""
-        arena, known, is_spill = Arena.of(key, fd), self.arenas.get(key), key.startswith(SPILL)
+        arena, known, is_spill = Arena(fd), self.arenas.get(key), key.startswith(SPILL)
         if known and known.identity == arena.identity:
             arena.close()
             return
         is_odd = known is not None or (is_spill and not self.spill)
-        count = sum(each.is_spill == is_spill for each in self.arenas.values())
+        count = sum(each.is_file == is_spill for each in self.arenas.values())
         if is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
             arena.close()
             raise ValueError(f"an arena of {arena.size} bytes, after {count}")
@@ -208,7 +208,7 @@ class Session:
             }
             for job in jobs
         ]
-        own = [arena for arena in list(self.arenas.values()) if not arena.is_spill]
+        own = [arena for arena in list(self.arenas.values()) if not arena.is_file]
         memory = sum(arena.size for arena in own)
         said = {"pid": self.pid, "lives": not self.dead, "is_attached": not self.orphan}
         return said | {"memory_bytes": memory, "saves": saves, "figures": self._figures}
@@ -334,12 +334,12 @@ class Session:
         """The trainer is told when its slot can be used again. What has a place in the spill is
         told before that is given back: no other keeper could tell it."""
         job.take()
-        if job.arena.is_spill:
+        if job.arena.is_file:
             self.tell(message)
         with self._lock:
             del self._jobs[job.sequence]
             job.arena.set_state(job.slot, state)
-        if not job.arena.is_spill:
+        if not job.arena.is_file:
             self.tell(message)
         self._look_at_spill()
 
@@ -353,7 +353,7 @@ class Session:
         full = {
             arena.identity
             for arena in list(self.arenas.values())
-            if not arena.is_spill and arena.free_slot() is None
+            if not arena.is_file and arena.free_slot() is None
         }
         waiting = [job for job in jobs if not job.is_taken and job.arena.identity in full]
         sealed = [job for job in waiting if job.arrival.complete]

@@ -8,8 +8,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,22 +93,6 @@ def connect(path: Path) -> socket.socket:
     return connection
 
 
-def start_worker(*module: str) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process of a module that has torch, with these arguments, and the socket to it, which is
-    its standard input: it ends when that closes. Raises OSError."""
-    own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with others:
-        worker = subprocess.Popen(
-            [sys.executable, "-P", "-m", *module],
-            stdin=others.fileno(),
-            stdout=subprocess.DEVNULL,
-            cwd="/",
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            start_new_session=True,
-        )
-    return worker, own
-
-
 def check_peer(connection: socket.socket) -> int:
     """The process id at the other end; raises PermissionError where it is another user's."""
     credentials = connection.getsockopt(
@@ -165,7 +147,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
 
 def failure(error: Exception) -> Message:
     """What a message says of an error."""
-    text = str(error) if isinstance(error, EverstepError) else f"the keeper failed: {error!r}"
+    text = str(error) if isinstance(error, EverstepError) else f"failed with {error!r}"
     return {"kind": kind_of(error), "message": text[:TEXT_MAX]}
 
 

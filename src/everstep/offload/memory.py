@@ -1,50 +1,75 @@
-"""Tensors in a slot of an arena, as a piece table says: two processes see the same ones."""
+"""Tensors in an arena of one slot, as a piece table says: two processes see the same ones."""
+
+from typing import Any
 
 import torch
 
+from everstep.format.document import seal, unseal
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, pack_starts, round_up
-from everstep.format.tables import Table
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Image, Segment, parse
 from everstep.sharding.leaves import bytes_of
 
+_SLACK_BYTES = 1 << 20
+
 
 class Memory:
-    """A slot's image, by the names of the tensors in it."""
+    """The packs of a state, by the names of the tensors in them; with room for documents."""
 
-    def __init__(self, arena: Arena, slot: int, table: Table | None = None) -> None:
-        """`table`: None: that which is sealed in the first slot. Raises Corrupt."""
-        if table is None:
-            row = arena.row(0)
-            assert row
-            table = parse(bytes(arena.table(0, row))).table
-        self.arena, self.table = arena, table
-        image = arena.image(slot)
-        self._starts = pack_starts(pack.size for pack in table.packs)
-        rows = zip(self._starts, table.packs, strict=True)
+    def __init__(self, arena: Arena) -> None:
+        """`arena`: of `create`, in this process or another one. Raises Corrupt."""
+        row = arena.row(0)
+        assert row
+        self.arena, self.document = arena, bytes(arena.table(0, row))
+        """The piece table."""
+        self.table = parse(self.document).table
+        image = arena.image(0)
+        self._starts = pack_starts(pack.size for pack in self.table.packs)
+        rows = zip(self._starts, self.table.packs, strict=True)
         views = [image[at : at + pack.size] for at, pack in rows]
         self._packs = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
         self._segments = [[Segment(view)] for view in views]
 
     @classmethod
-    def create(cls, layout: Layout, document: bytes, documents_bytes: int) -> "Memory":
-        """For a whole state, in an arena of its own, with the packs' headers in their places.
-        `document`: the piece table."""
-        arena = Arena.create(1, documents_bytes, layout.size)
-        arena.set_state(0, SlotState.CAPTURING)
-        found = cls(arena, 0, parse(document).table)
+    def create(
+        cls, layout: Layout, document: bytes, directory: str | None = None, documents_bytes: int = 0
+    ) -> "Memory":
+        """In an arena of its own, with the packs' headers in their places. `document`: the piece
+        table. `directory`: for a file; None: in memory. `documents_bytes`: what else is said of it,
+        but for a MB. Raises Unavailable."""
+        room = len(document) + documents_bytes + _SLACK_BYTES
+        if directory is None:
+            arena = Arena.create(1, room, layout.size)
+        else:
+            arena = Arena.create_file(directory, room, layout.size)
+        _seal(arena, document, layout.size, 0, {"holds": "tensors"})
+        arena.set_state(0, SlotState.FREE)
+        found = cls(arena)
         for memory, header in zip(found._packs, layout.headers, strict=True):
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         return found
 
-    @property
-    def size(self) -> int:
-        """Bytes of all packs."""
-        return sum(pack.size for pack in self.table.packs)
+    def say(self, said: dict[str, Any]) -> None:
+        """Put this beside the tensors, of which nothing is to be saved or restored."""
+        self.seal(0, said)
+        self.arena.set_state(0, SlotState.FREE)
 
-    def image(self, document: bytes) -> Image:
-        """All of it, by its table's document."""
-        return Image(parse(document), self._segments)
+    def seal(self, step: int, said: dict[str, Any]) -> Row:
+        """The slot has the whole state of a step."""
+        size = sum(pack.size for pack in self.table.packs)
+        return _seal(self.arena, self.document, size, step, said)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What was said last. Raises Corrupt."""
+        row = self.arena.row(0)
+        assert row
+        return unseal(self.arena.descriptor(0, row), "what is said of memory")
+
+    @property
+    def image(self) -> Image:
+        """All of it."""
+        return Image(parse(self.document), self._segments)
 
     def bytes(self, name: str) -> torch.Tensor:
         """A tensor's."""
@@ -71,3 +96,10 @@ class Memory:
         here.copy_(bytes_of(tensor))
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
             tensor.data = here.view(tensor.dtype).view(tensor.shape)
+
+
+def _seal(arena: Arena, document: bytes, size: int, step: int, said: dict[str, Any]) -> Row:
+    descriptor = seal(said)
+    row = Row(1, step, size, len(document), len(descriptor))
+    arena.seal(0, row, document, descriptor)
+    return row

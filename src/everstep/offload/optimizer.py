@@ -56,8 +56,6 @@ class OffloadedOptimizer(Optimizer):
         self._shared: Shared | None = None
         self.overlap = Overlap(self) if overlap else None
         self._states = None if states is None else os.path.abspath(states)
-        self.is_on_disk = states is not None
-        """Whether the state is in a file."""
         name = f"{kind.__module__}.{kind.__qualname__}"
         if kind_of(name) is not kind or kind.__name__ in _REFUSED:
             raise Unsupported(f"offloading a {name}: another process cannot make its updates")
@@ -101,8 +99,7 @@ class OffloadedOptimizer(Optimizer):
     def begin(self) -> Shared:
         """A step, with the hyperparameters as they are."""
         shared = self._share()
-        if shared.begin(self):
-            self.close()
+        shared.begin(self)
         self._process = self._process or Process(shared)
         return shared
 
@@ -133,7 +130,7 @@ class OffloadedOptimizer(Optimizer):
     @property
     def arena(self) -> Arena | None:
         """Of the state; None before there is one."""
-        return self._shared.state if self._shared else None
+        return self._shared.arena if self._shared else None
 
     def adopt(self, arena: Arena) -> bool:
         """Go on in the memory of an optimizer whose process has died, which has what its last
@@ -142,7 +139,7 @@ class OffloadedOptimizer(Optimizer):
         if self._shared or not _is_left(arena.fd):
             return False
         shared = Shared(self, self._states, arena)
-        self._shared = shared if shared.state is arena else None
+        self._shared = shared if shared.arena is arena else None
         self.has_adopted = self._shared is not None
         return self.has_adopted
 

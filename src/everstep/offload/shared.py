@@ -1,5 +1,5 @@
-"""The memory that an offloaded optimizer shares with the process that makes its updates: three
-arenas (inner.py), which this side makes, and fills and reads as tensors of its parameters."""
+"""The memory that an offloaded optimizer shares with the process that makes its updates: two arenas
+(inner.py), which this side makes, and fills and reads as tensors of its parameters."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -8,32 +8,34 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
-from everstep.format.document import seal
 from everstep.format.packs import Spec, in_groups, lay_out
 from everstep.format.tables import encode_table
-from everstep.keeper.arena import Arena, Row, SlotState
+from everstep.keeper.arena import Arena
 from everstep.offload.inner import (
     CHUNK_BYTES,
-    GRADIENTS,
+    GRADIENT,
     MASTER,
+    PROGRESS,
+    UNDO,
     WEIGHTS,
-    Marks,
     gradient_of,
     has_master,
     options_of,
     shown,
-    undo_bytes,
 )
 from everstep.offload.memory import Memory
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf, bytes_of
+from everstep.sharding.topology import flushes_denormals
 from everstep.state.objects import encode
 
 if TYPE_CHECKING:
     from everstep.offload.optimizer import OffloadedOptimizer
 
-_DOCUMENTS_BYTES = 1 << 20
-_STEPS_MAX = 1 << 31
+_SAID_BYTES = 256
+"""For each parameter, at most."""
+
+_STEPS_MAX = 1 << 30
 
 
 class Shared:
@@ -48,28 +50,27 @@ class Shared:
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
         self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
-        specs = [Leaf(str(i), local_of(each)).spec for i, each in enumerate(self._parameters)]
         states_of = [_state_specs(i, each, optimizer) for i, each in enumerate(self._parameters)]
         self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
-        self.exchange = _arena(specs, 2)
-        self._gradients = Memory(self.exchange, GRADIENTS)
-        self._weights = Memory(self.exchange, WEIGHTS)
-        self.state = _arena([spec for each in states_of for spec in each], 1, states, arena)
-        self._state = Memory(self.state, 0)
+        self._state = _memory([spec for each in states_of for spec in each], states, arena)
+        rows = list(enumerate(map(local_of, self._parameters)))
+        weights = [Leaf(WEIGHTS.format(index), local).spec for index, local in rows]
+        gradients = [Leaf(GRADIENT.format(index), local).spec for index, local in rows]
         sizes = [
             spec.size + sum(each.size for each in row)
-            for spec, row in zip(specs, states_of, strict=True)
+            for spec, row in zip(weights, states_of, strict=True)
         ]
         self.chunks = in_groups(enumerate(sizes), CHUNK_BYTES)
         """Indices of parameters that are updated together."""
+        undo = max(sum(sizes[index] for index in chunk) for chunk in self.chunks)
+        own = [Spec(UNDO, "uint8", (undo,)), Spec(PROGRESS, "int64", (1,))]
+        self._exchange = _memory([*weights, *gradients, *own])
         self._chunk_of = {
             index: number for number, chunk in enumerate(self.chunks) for index in chunk
         }
-        count = len(self._parameters)
-        self.undo = Arena.create(1, Marks.size(count), undo_bytes(self.chunks, sizes))
-        self._marks = Marks(self.undo)
         self.step = 0
         self._views: dict[int, dict[str, torch.Tensor]] = {}
+        """Of each parameter of which there is state, what its optimizer shows of it."""
         self._placed: set[int] = set()
         """Parameters whose weights have been put here."""
         self._said: dict[str, Any] = {}
@@ -77,7 +78,12 @@ class Shared:
     @property
     def fds(self) -> list[int]:
         """What the process that makes updates maps."""
-        return [self.exchange.fd, self.state.fd, self.undo.fd]
+        return [self._exchange.arena.fd, self.arena.fd]
+
+    @property
+    def arena(self) -> Arena:
+        """Of the state."""
+        return self._state.arena
 
     def index(self, parameter: torch.Tensor) -> int:
         """Its number."""
@@ -106,15 +112,14 @@ class Shared:
                     return False
         return True
 
-    def begin(self, optimizer: Optimizer) -> bool:
-        """An update: what is to be done, and what has changed of the state. Whether of other
-        parameters than before there is some."""
-        before = self._marks.has_state.clone()
-        for index, parameter in enumerate(self._parameters):
-            self._put_state(index, optimizer.state.get(parameter, {}))
+    def begin(self, optimizer: Optimizer) -> None:
+        """An update: what is to be done, and what has changed of the state."""
+        for index in range(len(self._parameters)):
+            self._put_state(index, optimizer)
         self.step = self.step % _STEPS_MAX + 1
-        self._say(optimizer)
-        return not torch.equal(self._marks.has_state, before)
+        self._said = self._description(optimizer)
+        lacking = [index for index in range(len(self._parameters)) if index not in self._views]
+        self._exchange.say({**self._said, "lacking": lacking})
 
     def put(self, indices: Sequence[int]) -> list[int]:
         """Those of these parameters that have gradients, which are copied, with weights that have
@@ -123,60 +128,56 @@ class Shared:
         for index in given:
             parameter = self._parameters[index]
             self._put_weights(index, parameter)
-            self._gradients.tensor(str(index)).copy_(gradient_of(parameter))
+            self._exchange.tensor(GRADIENT.format(index)).copy_(gradient_of(parameter))
         return given
 
     def get(self, optimizer: Optimizer) -> None:
         """The new weights; and `state` shows what there is now."""
         for index, parameter in enumerate(self._parameters):
             if parameter.grad is not None:
-                local_of(parameter).copy_(self._weights.tensor(str(index)))
-            if self._marks.has_state[index] and index not in self._views:
-                self._views[index] = self._view(index)
-                optimizer.state[parameter] = dict(self._views[index])
+                local_of(parameter).copy_(self._weights(index))
+                self._show(index, optimizer)
 
     def _view(self, index: int) -> dict[str, torch.Tensor]:
         """All state of a parameter, as its optimizer shows it."""
         rows = ((key, self._state.tensor(f"{index}.{key}")) for key in self._keys[index])
         return {key: shown(self._parameters[index], local) for key, local in rows}
 
-    def _put_state(self, index: int, state: dict[str, Any]) -> None:
+    def _weights(self, index: int) -> torch.Tensor:
+        return self._exchange.tensor(WEIGHTS.format(index))
+
+    def _show(self, index: int, optimizer: Optimizer) -> None:
+        if index not in self._views:
+            self._views[index] = self._view(index)
+            optimizer.state[self._parameters[index]] = dict(self._views[index])
+
+    def _put_state(self, index: int, optimizer: Optimizer) -> None:
+        state = optimizer.state.get(self._parameters[index], {})
         known = self._views.get(index, {})
-        if not state and known:
-            self._marks.has_state[index] = False
-            del self._views[index]
-        for key, value in state.items():
-            if known.get(key) is not value:
-                here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
-                if here.data_ptr() != local.data_ptr():
-                    here.copy_(local)
-                self._marks.has_state[index] = True
-                self._views.pop(index, None)
+        changed = {key: value for key, value in state.items() if known.get(key) is not value}
+        if changed or not state:
+            self._views.pop(index, None)
+        for key, value in changed.items():
+            here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
+            if here.data_ptr() != local.data_ptr():
+                here.copy_(local)
+        if changed:
+            self._show(index, optimizer)
 
     def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
-        weights, parameter = self._weights.tensor(str(index)), local_of(parameter)
-        master = self._master(index)
+        weights, parameter = self._weights(index), local_of(parameter)
         if index in self._placed and _is_same(weights, parameter):
             return
         self._placed.add(index)
         weights.copy_(parameter)
-        has_moved = not self._marks.has_state[index] or master is None
-        if master is not None and (has_moved or not _is_same(master.to(weights.dtype), weights)):
-            master.copy_(parameter)
-
-    def _master(self, index: int) -> torch.Tensor | None:
-        return self._state.tensor(f"{index}.{MASTER}") if MASTER in self._keys[index] else None
+        if MASTER in self._keys[index]:
+            master = self._state.tensor(f"{index}.{MASTER}")
+            if index not in self._views or not _is_same(master.to(weights.dtype), weights):
+                master.copy_(parameter)
 
     def is_said(self, optimizer: Optimizer) -> bool:
         """Whether its hyperparameters are still those with which the update was begun."""
         return self._description(optimizer) == self._said
-
-    def _say(self, optimizer: Optimizer) -> None:
-        self._said = self._description(optimizer)
-        row = self.exchange.row(GRADIENTS)
-        assert row
-        table = bytes(self.exchange.table(GRADIENTS, row))
-        _seal(self.exchange, table, self._said)
 
     def _description(self, optimizer: Optimizer) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -193,6 +194,7 @@ class Shared:
             "sets": [_encoded(group, number, sink) for number, group in enumerate(groups)],
             "tensors": tensors,
             "threads": torch.get_num_threads(),
+            "flushes": flushes_denormals(),
         }
 
 
@@ -228,29 +230,11 @@ def _state_specs(
     return found
 
 
-def _arena(
-    specs: list[Spec], slots: int, directory: str | None = None, there: Arena | None = None
-) -> Arena:
-    """In memory; or in a file there, which has one slot. `there`: that one, where it is like
-    it."""
+def _memory(specs: list[Spec], directory: str | None = None, there: Arena | None = None) -> Memory:
+    """In memory, or in a file there. `there`: where it is like that, it is this one."""
     layout = lay_out(specs)
-    table = encode_table(layout, {}, {}, {})
-    row = there.row(0) if there and there.is_spill == (directory is not None) else None
-    if there and row and bytes(there.table(0, row)) == table:
-        return there
-    room = len(table) + _DOCUMENTS_BYTES + 256 * len(specs)
-    if directory is None:
-        arena = Arena.create(slots, room, layout.size)
-    else:
-        arena = Arena.create_file(directory, room, layout.size)
-    for slot in range(slots):
-        arena.set_state(slot, SlotState.CAPTURING)
-    _seal(arena, table, {"layout": 1})
-    for slot in range(slots):
-        arena.set_state(slot, SlotState.FREE)  # nothing in it is to be saved
-    return arena
-
-
-def _seal(arena: Arena, table: bytes, said: dict[str, Any]) -> None:
-    descriptor = seal(said)
-    arena.seal(0, Row(1, 0, arena.image_size, len(table), len(descriptor)), table, descriptor)
+    document = encode_table(layout, {}, {}, {})
+    row = there.row(0) if there and there.is_file == (directory is not None) else None
+    if there and row and bytes(there.table(0, row)) == document:
+        return Memory(there)
+    return Memory.create(layout, document, directory, _SAID_BYTES * len(specs))

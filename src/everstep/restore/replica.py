@@ -12,15 +12,15 @@ Invariants:
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from everstep.errors import EverstepError, Unsupported
-from everstep.format.document import seal
+from everstep.errors import Conflict, EverstepError, Missing, Unsupported
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
-from everstep.keeper.arena import Arena, Row, SlotState
-from everstep.keeper.data import Data, Image
+from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.data import Data
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.job import Job
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave
@@ -36,7 +36,6 @@ from everstep.store import catalog, commit
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
 
-_SLACK_BYTES = 1 << 20
 _DIGEST_BYTES = 64
 """Of a manifest, about, for each chunk."""
 
@@ -48,71 +47,60 @@ class Replica:
         self._disk = disk
         self._loader = Loader()
         self._candidate = Candidate(CheckpointName(0, 0), disk, near=self._near)
-        self._jobs: Mapping[CheckpointName, Sequence[Job]] = {}
         self._images: dict[str, Source] = {}
         self._state: Rebuilt | None = None
         self._memory: Memory | None = None
-        self._table = b""
         self.at: CheckpointName | None = None
         """The step that it has come to; None where it holds nothing."""
         self._records = 0
         """Since the newest base."""
 
-    @property
-    def is_base_due(self) -> bool:
-        """Whether the run would make one now, by what it says of its log."""
-        every = self._state and self._state.chain.last.manifest.capture.get("base_every")
-        return type(every) is int and self._records >= every
-
-    def follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> None:
-        """Bring it to this checkpoint, of an epoch or a base that it may not know. `jobs`: where
-        checkpoints may still lie in memory. Raises what keeps it from that; it holds nothing then.
-        """
-        self._candidate.name, self._jobs = name, jobs
+    def follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> bool:
+        """Bring it to this checkpoint, of an epoch or a base that it may not know; and make a base
+        of that, where the run would by what it says of its log. Whether it has. `jobs`: where
+        checkpoints may still lie in memory. It holds nothing where retention was quicker. Raises
+        what else keeps it from that, after which it is worth nothing."""
+        self._candidate.name = name
         try:
-            self._follow(name)
-        except BaseException:
-            self.drop()
-            raise
-        finally:
-            self._jobs, self._images = {}, {}
+            self._follow(name, jobs)
+        except Missing:
+            self._drop()
+        self._images = {}
+        every = self._state and self._state.chain.last.manifest.capture.get("base_every")
+        if type(every) is not int or self._records < every:
+            return False
+        with suppress(Missing, Conflict):  # retention was quicker; or another writer goes on
+            self._write_base(name)
+            return True
+        return False
 
     def lend(self) -> Arena | None:
         """The arena with the state in its one slot, to be restored from until the next `follow`;
         None where it holds nothing."""
         if self._state is None or self.at is None:
             return None
-        image = self._settle()
-        assert self._memory
-        chain, arena = self._state.chain, self._memory.arena
+        memory, chain = self._settle(), self._state.chain
         writer = Writer(self._disk, None, encoder=Encoder("raw"))
-        part = Data(writer, image, is_record=False).part(self.at.step)
+        part = Data(writer, memory.image, is_record=False).part(self.at.step)
         writer.hasher.shutdown(wait=False)
         manifest = whole_manifest(chain, part)
         of = catalog.digest_of_manifest(self._disk, self.at)
         manifest = replace(manifest, capture={**manifest.capture, REPLICA: of})
-        table, descriptor = image.parsed.document, seal({"step": self.at.step})
-        sizes = self._memory.size, len(table), len(descriptor)
-        row = Row(1, self.at.step, *sizes)
-        arena.seal(0, row, table, descriptor)
-        arena.put_manifest(0, row, encode_manifest(manifest))
-        arena.set_state(0, SlotState.DONE)
-        return arena
+        row = memory.seal(self.at.step, {"step": self.at.step})
+        memory.arena.put_manifest(0, row, encode_manifest(manifest))
+        memory.arena.set_state(0, SlotState.DONE)
+        return memory.arena
 
-    def write_base(self) -> None:
-        """Put its state beside the log step that it has come to. Raises Missing where retention was
-        quicker, Conflict where another writer goes on from there."""
+    def _write_base(self, name: CheckpointName) -> None:
         assert self._state
-        assert self.at
-        commit.check_epoch(self._disk, self.at.epoch, self.at.step)
-        publish(self._disk, self._state.chain, self._settle(), ())
+        commit.check_epoch(self._disk, name.epoch, name.step)
+        publish(self._disk, self._state.chain, self._settle().image, ())
         self._records = 0
 
-    def drop(self) -> None:
-        """Hold nothing any more."""
+    def _drop(self) -> None:
         self._state = self._memory = self.at = None
 
-    def _follow(self, name: CheckpointName) -> None:
+    def _follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> None:
         if name == self.at:
             return
         missed: list[Manifest] = []
@@ -122,9 +110,9 @@ class Replica:
             if before and self._state and before.name == self.at:
                 break
         else:
-            self.drop()
+            self._drop()
         for manifest in missed:
-            self._images = _images(manifest, self._jobs.get(manifest.name, ()))
+            self._images = _images(manifest, jobs.get(manifest.name, ()))
             described = self._candidate.read(manifest)
             if self._state is None:
                 self._begin(described)
@@ -141,7 +129,7 @@ class Replica:
 
     def _advance(self, state: Rebuilt, log: Described) -> None:
         assert self._memory
-        self._memory.arena.set_state(0, SlotState.CAPTURING)
+        self._memory.arena.set_state(0, SlotState.FREE)
         self._check(Chain(state.chain.base, [log]))
         state.advance(log)
         self._records += 1
@@ -154,19 +142,18 @@ class Replica:
                 f"({'; '.join(differing)})"
             )
 
-    def _settle(self) -> Image:
-        """All tensors lie in the arena; the image of it."""
+    def _settle(self) -> Memory:
+        """All tensors lie in the arena."""
         assert self._state
         tensors = self._state.tensors
         layout, table = described(self._state.chain, tensors)
-        if self._memory is None or table != self._table:
+        if self._memory is None or table != self._memory.document:
             manifest = encode_manifest(self._state.chain.last.manifest)
-            room = 2 * (len(table) + len(manifest)) + _DIGEST_BYTES * layout.digest_count
-            self._memory = Memory.create(layout, table, room + _SLACK_BYTES)
-            self._table = table
+            room = len(table) + 2 * len(manifest) + _DIGEST_BYTES * layout.digest_count
+            self._memory = Memory.create(layout, table, documents_bytes=room)
         for name, tensor in tensors.items():
             self._memory.take(name, tensor)
-        return self._memory.image(table)
+        return self._memory
 
     def _near(self, pack: FileLink) -> Sequence[Source]:
         return [self._images[pack.path]] if pack.path in self._images else []

@@ -78,7 +78,7 @@ class Restores:
         disk = self.disk if from_store is None else _existing_store(from_store)
         arenas = self.state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
-        self.captures.optimizer_arenas.adopt(row for row in arenas if row[0].startswith(OPTIMIZER))
+        self.captures.optimizer_arenas.adopt(dict(arenas))
         others = [row for row in arenas if row[0] != KEY and not row[0].startswith(OPTIMIZER)]
         self.captures.pool.inherit(others)
         found = self._common(lambda: candidates(disk, step, held))
