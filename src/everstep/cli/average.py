@@ -7,7 +7,6 @@ from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.target import add_words, split_words
 from everstep.errors import Missing
 from everstep.store import catalog
-from everstep.tiers.tier import tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +26,15 @@ def run(args: argparse.Namespace) -> Answer:
     """Average some checkpoints."""
     from everstep.versions.average import average
 
-    path, steps = split_words(args.words, len(args.words))
+    disk, steps = split_words(args.words, len(args.words))
     if args.last < 1 or args.every < 1:
         raise ValueError("--last and --every are at least 1")
-    disk = tier_at(path)
     line = [name for name in catalog.lineage(disk) if name.step % args.every == 0]
     chosen = [catalog.find(disk, each) for each in steps] or line[-args.last :]
     if not chosen:
-        raise Missing(f"averaging steps of {path}: it has none that is a multiple of {args.every}")
+        raise Missing(
+            f"averaging steps of {disk.root}: it has none that is a multiple of {args.every}"
+        )
     shares = args.weights or [1.0] * len(chosen)
     if len(shares) != len(chosen) or not sum(shares) or not all(abs(x) < 1e9 for x in shares):
         told = ", ".join(map(str, chosen))

@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Copy the named checkpoints, or all; 1 where some could not be, as they are damaged."""
     *words, place = args.words
-    path, steps = split_words(words, len(args.words))
-    if name_of(path) == name_of(place):
+    source, steps = split_words(words, len(args.words))
+    if name_of(source.root) == name_of(place):
         raise argparse.ArgumentError(None, f"{place} is the store itself: name another place")
-    source, target = tier_at(path), tier_at(place)
+    target = tier_at(place)
     if target.size(names.STORE) is None and not is_empty(target):
         raise Conflict(
             f"copying to {place}: it is no store, and there is something in it. Name a place for "
-            f"the store itself, as in: everstep cp {path} {place}/copy"
+            f"the store itself, as in: everstep cp {source.root} {place}/copy"
         )
     chosen = [catalog.find(source, step) for step in steps] or catalog.lineage(source)[::-1]
     if not chosen:

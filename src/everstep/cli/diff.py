@@ -11,7 +11,6 @@ from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.target import add_words, split_words
 from everstep.errors import Unsupported
 from everstep.store import catalog
-from everstep.tiers.tier import tier_at
 
 if TYPE_CHECKING:
     from everstep.versions.diff import Change, Difference
@@ -35,17 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Compare two checkpoints."""
     if len(args.words) == 4:
-        (path, steps), (other, more) = (split_words(args.words[i : i + 2], 1, 1) for i in (0, 2))
-        steps += more
+        sides = [split_words(args.words[i : i + 2], 1, 1) for i in (0, 2)]
     else:
-        path, steps = split_words(args.words, 2, 2)
-        other = path
+        disk, steps = split_words(args.words, 2, 2)
+        sides = [(disk, [step]) for step in steps]
     from everstep.restore.load import Loader
     from everstep.restore.whole import Whole
     from everstep.versions.diff import compare
 
-    tiers = tier_at(path), tier_at(other)
-    places = [(disk, catalog.find(disk, step)) for disk, step in zip(tiers, steps, strict=True)]
+    places = [(disk, catalog.find(disk, step)) for disk, (step,) in sides]
     with Loader() as loader, progress_bar("comparing") as progress:
         first, second = (Whole(disk, name, loader) for disk, name in places)
         found = compare(first, second, progress)

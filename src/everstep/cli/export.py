@@ -8,7 +8,6 @@ from everstep.cli import text
 from everstep.cli.answers import Answer, progress_bar
 from everstep.cli.target import add_words, split_words
 from everstep.store import catalog
-from everstep.tiers.tier import tier_at
 
 _KINDS = ("dcp", "hf", "safetensors", "torch", "ucp")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20}
@@ -39,11 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Export one checkpoint."""
     *words, folder = args.words
-    path, steps = split_words(words, 1)
+    disk, steps = split_words(words, 1)
     from everstep.interchange.export import Options, export
 
     options = Options(args.part, args.dtype, _bytes(args.shard_size), args.config)
-    disk = tier_at(path)
     name = catalog.find(disk, steps[0] if steps else None)
     with progress_bar("exporting") as progress:
         found = export(disk, name, Path(folder), args.to, options, progress)

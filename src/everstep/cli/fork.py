@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Fork one checkpoint."""
     *words, place = args.words
-    path, steps = split_words(words, 1, 1)
+    disk, steps = split_words(words, 1, 1)
     with progress_bar("forking") as progress:
-        copied = Store(path).fork(steps[0], place, progress)
+        copied = Store(disk.root).fork(steps[0], place, progress)
     copies, seconds = list(map(str, copied.checkpoints)), progress.seconds
     shared, size = copied.bytes_shared, copied.bytes + copied.bytes_there
     count = text.plural(len(copies), "checkpoint")

@@ -7,9 +7,7 @@ from everstep.cli import text
 from everstep.cli.answers import Answer
 from everstep.cli.target import add_words, split_words
 from everstep.format.manifest import CheckpointName
-from everstep.restore.store import Store
 from everstep.store import catalog, retain
-from everstep.tiers.tier import tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,15 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Sweep the store."""
-    path, _ = split_words(args.words, 0)
-    files, freed = Store(path).gc()
-    disk = tier_at(path)
+    disk, _ = split_words(args.words, 0)
+    files, freed = retain.sweep(disk)
     orphans = list(retain.cut_off(disk, lambda name: not catalog.is_there(disk, name)))
     facts = {"files": files, "bytes": freed, "orphans": list(map(str, orphans))}
-    return Answer(facts, _lines(path, files, freed, orphans))
+    return Answer(facts, _lines(disk.root, files, freed, orphans))
 
 
-def _lines(path: str, files: int, freed: int, orphans: list[CheckpointName]) -> Iterator[str]:
+def _lines(path: object, files: int, freed: int, orphans: list[CheckpointName]) -> Iterator[str]:
     if files:
         yield f"deleted {text.plural(files, 'file')}, {text.size(freed)} freed"
     else:

@@ -23,7 +23,7 @@ from everstep.errors import EverstepError
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
 from everstep.store.lineage import Epoch, current
-from everstep.tiers.tier import Tier, name_of, tier_at
+from everstep.tiers.tier import Tier
 
 Facts = dict[str, Any]
 
@@ -47,9 +47,8 @@ class Listing:
     chains: Chains
 
     @classmethod
-    def of(cls, path: str) -> "Listing":
+    def of(cls, disk: Tier) -> "Listing":
         """Raises Missing, Corrupt, Unsupported."""
-        disk = tier_at(path)
         found = sorted(catalog.committed(disk))
         epochs = catalog.read_epochs(disk, found)
         run, now = catalog.read_run(disk), dict.fromkeys(current(epochs, found))
@@ -104,13 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """List what is there."""
-    path, _ = split_words(args.words, 0)
-    listing = Listing.of(path)
+    disk, _ = split_words(args.words, 0)
+    listing = Listing.of(disk)
     facts = _to_json(listing) if args.json else {}
-    return Answer(facts, chain([_head(listing, path)], _lines(listing, args.all)))
+    return Answer(facts, chain([_head(listing)], _lines(listing, args.all)))
 
 
-def _head(listing: Listing, path: str) -> str:
+def _head(listing: Listing) -> str:
     left = len(listing.checkpoints) - len(listing.current)
     words = [
         f" · run {text.clean(listing.run[:8])}",
@@ -121,8 +120,7 @@ def _head(listing: Listing, path: str) -> str:
     ]
     if origin := catalog.read_origin(listing.disk):
         words.append(f"from step {origin.step} of {text.clean(origin.store)}")
-    name = text.clean(path if path != "." else name_of(path).rpartition("/")[2])
-    return text.paint(name, "title") + " · ".join(words)
+    return text.paint(text.clean(listing.disk.root), "title") + " · ".join(words)
 
 
 def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:

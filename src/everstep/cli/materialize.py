@@ -11,7 +11,7 @@ from everstep.cli.chains import replayed
 from everstep.cli.target import add_words, split_words
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
-from everstep.tiers.tier import Tier, tier_at
+from everstep.tiers.tier import Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Replay each step's records with torch's own optimizers, and write the state beside them."""
-    path, steps = split_words(args.words, len(args.words), 1)
-    disk = tier_at(path)
+    disk, steps = split_words(args.words, len(args.words), 1)
     chosen = [catalog.find(disk, step) for step in steps]  # all are there, before any is made
     rows = _made(disk, chosen)
     facts = {"made": [made for _, made in rows if made] if args.json else []}

@@ -8,7 +8,7 @@ from everstep.cli.answers import Answer
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, retain
-from everstep.tiers.tier import Tier, tier_at
+from everstep.tiers.tier import Tier
 
 _LISTED_MAX = 8
 
@@ -26,12 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer | int:
     """Delete the named checkpoints, all or, where one does not exist, none."""
-    path, steps = split_words(args.words, len(args.words), 1)
-    disk = tier_at(path)
+    disk, steps = split_words(args.words, len(args.words), 1)
     doomed = sorted({catalog.find(disk, step) for step in steps})
     if args.following:
         doomed = sorted({*doomed, *retain.cut_off(disk, doomed.__contains__)})
-    if not args.yes and sys.stdin.isatty() and not _confirms(disk, path, doomed):
+    if not args.yes and sys.stdin.isatty() and not _confirms(disk, doomed):
         print("nothing was deleted", file=sys.stderr)
         return 1
     freed = retain.delete(disk, doomed)
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace) -> Answer | int:
     )
 
 
-def _confirms(disk: Tier, path: str, doomed: list[CheckpointName]) -> bool:
+def _confirms(disk: Tier, doomed: list[CheckpointName]) -> bool:
     """Ask on the terminal, as "40-1, 80-1 (best) and 3 more"; anything but yes is a no."""
     tags = tags_of(disk)
     listed = [
@@ -49,6 +48,7 @@ def _confirms(disk: Tier, path: str, doomed: list[CheckpointName]) -> bool:
         for name in doomed[:_LISTED_MAX]
     ]
     more = f" and {len(doomed) - len(listed):,} more" if len(doomed) > len(listed) else ""
-    question = f"delete {text.plural(len(doomed), 'checkpoint')} of {path}: {', '.join(listed)}"
+    count = text.plural(len(doomed), "checkpoint")
+    question = f"delete {count} of {disk.root}: {', '.join(listed)}"
     print(f"{text.clean(question + more)}? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -22,9 +22,8 @@ from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
-from everstep.restore.store import Store
 from everstep.store import catalog, names
-from everstep.tiers.tier import tier_at
+from everstep.tiers.tier import Tier
 
 Facts = Mapping[str, Any]
 
@@ -50,11 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Tell all of a checkpoint."""
-    path, steps = split_words(args.words, 1)
-    facts = _facts(path, steps[0] if steps else None)
+    disk, steps = split_words(args.words, 1)
+    facts = _facts(disk, catalog.find(disk, steps[0] if steps else None))
     chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
     if args.names is not None and not chosen:
-        raise Missing(f"{path}: no tensor of step {facts['step']} has a name like {args.names!r}")
+        raise Missing(
+            f"{disk.root}: no tensor of step {facts['step']} has a name like {args.names!r}"
+        )
     return Answer({**facts, "tensors": chosen}, _lines(facts, chosen, is_whole=not args.names))
 
 
@@ -71,22 +72,20 @@ def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
     return any((pattern or "") in name for name in found)
 
 
-def _facts(path: str, reference: str | None) -> dict[str, Any]:
+def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
     """All there is to say of a checkpoint but for pieces, which its tables have, maybe a million.
     Raises Missing, Corrupt, Unsupported."""
-    store, disk = Store(path), tier_at(path)
-    name = catalog.find(disk, reference)
     manifest = catalog.read_manifest(disk, name)
-    tables = store.tables(manifest) if manifest.records else None  # else one after another
+    each_table = (catalog.read_table(disk, part) for part in manifest.all_parts)
+    tables = list(each_table) if manifest.records else None  # else one after another
     chain, broken = [manifest], None
     try:
-        chain = store.chain(str(name)) if manifest.records else chain
+        chain = catalog.read_chain(disk, name) if manifest.records else chain
     except EverstepError as error:
         broken = str(error)
     kept = ("run", "parent", "topology", "capture", "classes", "hyperparameters", "objects")
     records = Described(manifest, tables).records if tables else []
-    each_table = tables or (catalog.read_table(disk, part) for part in manifest.all_parts)
-    tensors = _tensor_facts(manifest, each_table)
+    tensors = _tensor_facts(manifest, tables or each_table)
     return {
         "name": str(name),
         **facts_of(manifest, state_beside(disk, manifest)),

@@ -20,8 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """Set a tag, or delete one."""
     count = 0 if args.delete else 2
-    path, words = split_words(args.words, count, count)
-    store = Store(path)
+    disk, words = split_words(args.words, count, count)
+    store = Store(disk.root)
     if args.delete:
         store.delete_tag(args.delete)
         return Answer(

@@ -8,7 +8,6 @@ from pathlib import Path
 from everstep.errors import Missing
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names
-from everstep.store.commit import open_store
 from everstep.tiers.objects import Url
 from everstep.tiers.tier import Tier, place_of, tier_at
 
@@ -43,8 +42,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
 
 
-def split_words(words: list[str], steps_max: int, steps_min: int = 0) -> tuple[str, list[str]]:
-    """(path of the store, steps as they were given).
+def split_words(words: list[str], steps_max: int, steps_min: int = 0) -> tuple[Tier, list[str]]:
+    """(The store, steps as they were given).
 
     Raises Missing, with advice, where there is no store; argparse.ArgumentError for too many or
     too few words.
@@ -60,8 +59,9 @@ def split_words(words: list[str], steps_max: int, steps_min: int = 0) -> tuple[s
         raise argparse.ArgumentError(None, "which step? everstep ls lists them")
     if not is_store(store):
         raise Missing(_advice(store))
-    open_store(tier_at(store))  # of this format
-    return store, steps
+    disk = tier_at(store)
+    catalog.read_run(disk)  # it is of this format
+    return disk, steps
 
 
 def tags_of(disk: Tier) -> dict[CheckpointName, list[str]]:

@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Show it again and again until Ctrl-C, or the keeper has ended; once with --json."""
-    path, _ = split_words(args.words, 0)
+    disk, _ = split_words(args.words, 0)
+    path = str(disk.root)
     if args.json:
         return Answer(status(path), ())
     if args.openmetrics:

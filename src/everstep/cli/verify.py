@@ -27,17 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Verify one checkpoint, or all on all branches; 1 where something is damaged."""
-    path, steps = split_words(args.words, 1)
+    disk, steps = split_words(args.words, 1)
     if args.repair != (args.source is not None):
         raise argparse.ArgumentError(None, "--repair and --from STORE go together")
-    store = Store(path)
     with progress_bar("verifying") as progress:
-        verdict = store.verify(steps[0] if steps else None, progress)
+        verdict = Store(disk.root).verify(steps[0] if steps else None, progress)
     seconds = progress.seconds
     mended: list[str] = []
     if args.repair and not verdict.ok:
-        verdict, mended = _repair(tier_at(path), tier_at(args.source), verdict)
-    cut_off = [] if verdict.ok else _cut_off(tier_at(path), verdict)
+        verdict, mended = _repair(disk, tier_at(args.source), verdict)
+    cut_off = [] if verdict.ok else _cut_off(disk, verdict)
     more = {"ok": verdict.ok, "seconds": seconds, "cut_off": cut_off, "mended": mended}
     lines = [f"mended {each} from {args.source}" for each in mended]
     lines += _lines(verdict, seconds, cut_off, bool(steps))
