@@ -27,11 +27,10 @@ from everstep.tiers.tier import Tier
 
 Facts = Mapping[str, Any]
 
-_TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST", "PACK")
+_TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST")
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
 _DIGEST_DIGITS = 12
-_PACKS_MAX = 8
 _LISTED_MAX = 64
 _LABEL_WIDTH = 15
 _WIDTH_MIN = 40
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> Answer:
 def _lines(facts: Facts, tensors: Sequence[Facts], *, is_whole: bool) -> Iterator[str]:
     if is_whole:
         yield from [*_summary(facts), ""]
-    yield from _tensor_lines(tensors, facts["packs"])
+    yield from _tensor_lines(tensors)
 
 
 def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
@@ -183,10 +182,7 @@ def _summary(facts: Facts) -> list[str]:
         facts["name"],
     ]
     topology = {key: each for key, each in facts["topology"].items() if key not in _ELSEWHERE}
-    packs = {
-        str(i): f"{text.clean(pack['path'])}  {text.size(pack['size'])}"
-        for i, pack in enumerate(facts["packs"][:_LISTED_MAX])
-    }
+    packs = {pack["path"]: text.size(pack["size"]) for pack in facts["packs"][:_LISTED_MAX]}
     if more := len(facts["packs"]) - len(packs):
         packs["…"] = f"{more:,} more (--json lists them)"
     return [
@@ -353,19 +349,15 @@ def _optimizer_texts(facts: Facts) -> dict[str, str]:
     return found
 
 
-def _tensor_lines(tensors: Iterable[Facts], packs: Iterable[Facts]) -> list[str]:
+def _tensor_lines(tensors: Iterable[Facts]) -> list[str]:
     """The table of tensors. Names stay whole, so that they can be copied."""
-    numbers = {pack["path"]: index for index, pack in enumerate(packs)}
-    rows = [_tensor_cells(tensor, numbers) for tensor in tensors]
-    titles, *lines = text.table(_TITLES, rows, right=("SIZE", "STORED", "PACK"))
+    titles, *lines = text.table(_TITLES, list(map(_tensor_cells, tensors)), ("SIZE", "STORED"))
     return [text.paint(titles, "dim"), *lines]
 
 
-def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
+def _tensor_cells(tensor: Facts) -> list[str]:
     more = f" +{tensor['chunks'] - 1:,}" if tensor["chunks"] > 1 else ""
-    found = sorted(numbers[path] for path in tensor["in_packs"])
     how = [*tensor["codecs"], *(["referenced"] if tensor["referenced"] else [])]
-    packs = ",".join(map(str, found)) if len(found) <= _PACKS_MAX else f"{len(found):,} packs"
     return [
         text.clean(" = ".join((tensor["name"], *tensor["aliases"]))),
         tensor["dtype"],
@@ -374,5 +366,4 @@ def _tensor_cells(tensor: Facts, numbers: Mapping[str, int]) -> list[str]:
         text.size(tensor["stored"]) if tensor["stored"] != tensor["size"] else "",
         " ".join(how),
         f"{tensor['digest'][:_DIGEST_DIGITS]}{more}",
-        packs,
     ]
