@@ -18,6 +18,7 @@ import forked_modules
 import stores
 from everstep import Conflict, Corrupt, Keep, Store, Tiers
 from everstep.cli.main import main
+from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName
 from everstep.keeper.writer import DIFFERENCES_MAX
 from everstep.store import catalog, retain
@@ -101,6 +102,9 @@ def test_every_reader_gets_what_was_saved(store, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert shown["base"]["step"] == 3
     assert "difference" in {codec for row in shown["tensors"] for codec in row["codecs"]}
+    for name, tensor in Store(store).read(4).items():
+        content = digest_of(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        assert [row["digest"] for row in shown["tensors"] if row["name"] == name] == [content]
     main(["show", str(store), "4"])
     assert "step 3, to which it has differences" in capsys.readouterr().out
 

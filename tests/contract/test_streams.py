@@ -1,5 +1,6 @@
 """Objects that give their content piece by piece: larger than memory, or rarely changing."""
 
+import json
 import os
 import resource
 import signal
@@ -23,6 +24,7 @@ from everstep import (
     Unsupported,
 )
 from everstep.capture.streams import write_stream
+from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.state.streams import StreamState
 from everstep.store import catalog, commit, retain
@@ -125,7 +127,7 @@ def test_it_is_written_where_its_version_changes(local, strategy, is_immutable):
     assert verdict.bytes == sum(path.stat().st_size for path in packs)  # each once
 
 
-def test_a_run_that_comes_back_does_not_write_it_again(store):
+def test_a_run_that_comes_back_does_not_write_it_again(store, capsys):
     for last in (2, 4):
         state = build(Replay(7))
         with everstep.Checkpointer(store, state, strategy="full") as checkpointer:
@@ -138,6 +140,13 @@ def test_a_run_that_comes_back_does_not_write_it_again(store):
     check_loaded(state["replay"], 7)
     if not isinstance(store, str):
         assert len(large_packs(store)) == 1
+    for step, share in ((1, 0), (4, 1)):
+        main(["show", str(store), str(step), "--json"])
+        said = json.loads(capsys.readouterr().out)["streams"]["replay"]
+        assert said["size"] > 5 << 20
+        assert said["referenced"] == share * said["size"]
+        main(["show", str(store), str(step)])
+        assert ("of an earlier checkpoint" in capsys.readouterr().out) == share
 
 
 def dies(store):

@@ -18,7 +18,7 @@ from everstep.cli.chains import facts_of, state_beside
 from everstep.cli.target import add_words, split_words, tags_of
 from everstep.errors import EverstepError, Missing
 from everstep.format.global_tensors import Described, whole_tensors
-from everstep.format.manifest import CheckpointName, Manifest, Part, Record
+from everstep.format.manifest import CheckpointName, Encoded, Manifest, Part, Record, Stream
 from everstep.format.packed import encoded_chunks
 from everstep.format.packs import chunk_count
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
@@ -102,6 +102,7 @@ def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
             for part in manifest.all_parts
             for pack in part.packs
         ],
+        "streams": {key: _stream_facts(each, name) for key, each in manifest.streams.items()},
         "tensors": tensors,
     }
 
@@ -140,9 +141,21 @@ def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]
     return {**said, "gradients": len(gradients), "gradient_bytes": size}
 
 
+def _stream_facts(stream: Stream, name: CheckpointName) -> dict[str, Any]:
+    """Of what an object has streamed; `referenced` as of tensors."""
+    return {
+        "size": sum(pack.size for pack in stream.packs),
+        "referenced": sum(
+            pack.size for pack in stream.packs if not names.is_new_in(pack.path, name)
+        ),
+        "packs": [pack.to_json() for pack in stream.packs],
+    }
+
+
 def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str, Any]]:
     """Of each tensor, over all parts of a step. `stored`: bytes in files that were written for this
-    checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk."""
+    checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk, as it was
+    saved where that is known, else as it is stored."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
     older = [*manifest.older, *({} for record in manifest.records for _ in record.parts)]
     for part, table, steps in zip(manifest.all_parts, tables, older, strict=False):
@@ -151,7 +164,7 @@ def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str,
         for name, entry in table.tensors.items():
             facts = found.get((part.steps, name))
             if facts is None:
-                facts = found[part.steps, name] = _new_facts(entry, part, steps)
+                facts = found[part.steps, name] = _new_facts(entry, part, steps, encoded)
             for piece in entry.pieces:
                 numbers = range(piece.digest, piece.digest + chunk_count(piece.size))
                 stored = sum(part.stored[n] for n in numbers) if part.stored else piece.size
@@ -165,10 +178,14 @@ def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str,
     return [{**each, **{key: sorted(each[key]) for key in summed}} for each in found.values()]
 
 
-def _new_facts(entry: TensorEntry, part: Part, older: Mapping[int, int]) -> dict[str, Any]:
+def _new_facts(
+    entry: TensorEntry, part: Part, older: Mapping[int, int], encoded: Mapping[int, Encoded]
+) -> dict[str, Any]:
     sums = {"size": 0, "stored": 0, "referenced": 0, "chunks": 0}
     found: dict[str, Any] = {"codecs": set(), "in_packs": set()}
-    digest = part.digests[entry.pieces[0].digest]
+    first = entry.pieces[0].digest
+    content = encoded[first].content if first in encoded else None
+    digest = content or part.digests[first]
     step = older.get(entry.pieces[0].pack, part.steps)
     said = {"device": entry.device, "aliases": entry.aliases, "digest": digest, "step": step}
     return {**asdict(entry.spec), **said, **sums, **found}
@@ -198,6 +215,7 @@ def _summary(facts: Facts) -> list[str]:
         *_setting_lines("capture", facts["capture"]),
         *_setting_lines("topology", topology),
         *_section("packs", packs),
+        *_section("streams", _stream_texts(facts["streams"])),
         *_section("optimizers", _optimizer_texts(facts)),
         *_section(
             "objects", {key: text.brief(each, 200) for key, each in facts["objects"].items()}
@@ -319,9 +337,20 @@ def _holdings(facts: Facts) -> str:
         sizes[part] += tensor["size"]
     each = [f"{text.clean(part)} {counts[part]:,} ({text.size(sizes[part])})" for part in counts]
     whole = f"{text.plural(counts.total(), 'tensor')}, {text.size(facts['size'])}"
-    if referenced := sum(tensor["referenced"] for tensor in facts["tensors"]):
+    each_part = [*facts["tensors"], *facts["streams"].values()]
+    if referenced := sum(part["referenced"] for part in each_part):
         whole += f", {text.size(referenced)} of them in files of earlier checkpoints"
     return f"{whole}: {' · '.join(each)}" if each else whole
+
+
+def _stream_texts(streams: Facts) -> dict[str, str]:
+    """As {"replay": "788.0 KiB in data/00000030-0001-5f0c7a11-0.safetensors"}."""
+    found = {}
+    for key, said in streams.items():
+        paths = ", ".join(pack["path"] for pack in said["packs"])
+        whence = ", of an earlier checkpoint" if said["referenced"] else ""
+        found[text.clean(key)] = text.clean(f"{text.size(said['size'])} in {paths}{whence}")
+    return found
 
 
 def _kind_of(name: str) -> str:
