@@ -62,8 +62,7 @@ def residual_of(state):
 def run(store, residual, steps=STEPS):
     """The frozen parts, and the residual, of each step; a base at the first and the sixth."""
     state, seen = build(residual), {}
-    strategy = everstep.Log(base_every=5)
-    with checkpointer(store, state, strategy=strategy) as saver:
+    with checkpointer(store, state, strategy="log", base_every=5) as saver:
         for step in range(1, steps + 1):
             train(state)
             saver.save(step).wait("local")
@@ -127,11 +126,11 @@ def test_a_record_is_small(store, residual):
 def dies(store, folder, residual, steps):
     with one_rank(folder):
         state = build(residual, 3)
-        saver = checkpointer(store, state, strategy=everstep.Log(base_every=5))
+        saver = checkpointer(store, state, strategy="log", base_every=5)
         start = saver.restore()
         if start == 0:
             state = build(residual)
-            saver = checkpointer(store, state, strategy=everstep.Log(base_every=5))
+            saver = checkpointer(store, state, strategy="log", base_every=5)
         for step in range(start + 1, start + steps + 1):
             train(state)
             handle = saver.save(step)
