@@ -16,7 +16,7 @@ import everstep
 import forked
 from everstep import Store, Unsupported
 from everstep.cli.main import main
-from everstep.restore.materialize import materialize
+from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 
@@ -92,7 +92,9 @@ def test_what_is_said_of_it(store, residual, capsys):
     expected = [is_exact or row["kind"] == "state" for row in rows]
     assert [row["exact"] for row in rows] == expected
     main(["show", str(store), "8"])
-    assert ("not exact" in capsys.readouterr().out) is not is_exact
+    said = capsys.readouterr().out
+    assert ("not exact" in said) is not is_exact
+    assert "· indices 4 (" in said
     restored = build(residual, 2)
     with checkpointer(store, restored) as restorer:
         assert restorer.restore(6, exact="require") == 6
@@ -102,8 +104,10 @@ def test_what_is_said_of_it(store, residual, capsys):
         else:
             with pytest.raises(Unsupported, match=r"'compression'.*residual='records'"):
                 restorer.restore(8, exact="require")
-    disk = Disk(store)
-    assert materialize(disk, catalog.find(disk, 8)).exact is is_exact
+    main(["materialize", str(store), "8"])
+    said = capsys.readouterr().out
+    assert ("bit for bit" if is_exact else "compression has no tensors in records") in said
+    assert catalog.read_whole(Disk(store), CheckpointName(8, 1)).exact is is_exact
 
 
 @WHERE

@@ -55,7 +55,6 @@ def _made(
 def _line(name: CheckpointName, made: dict[str, Any] | None) -> str:
     if made is None:
         return f"{name}: a whole state already"
-    inexact = "but for last bits: made on another machine or device"
-    exact = "bit for bit" if made["exact"] else inexact
+    exact = "bit for bit" if made["exact"] else f"not exact: {', '.join(made['differs'])}"
     size = text.size(made["bytes"])
     return f"{name}: a whole state of {size}, {exact}, in {made['seconds']:.1f} s"

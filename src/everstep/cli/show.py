@@ -30,6 +30,15 @@ Facts = Mapping[str, Any]
 _TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST")
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
+_OWN_KINDS = {
+    "!derived": "digests",
+    "!updated": "digests",
+    "!digest": "digests",
+    "!clip": "clip coefficients",
+    "!indices": "indices",
+    "!scale": "scales",
+}
+"""Of a record's own tensors, by how their first name ends."""
 _DIGEST_DIGITS = 12
 _LISTED_MAX = 64
 _LABEL_WIDTH = 15
@@ -358,10 +367,9 @@ def _kind_of(name: str) -> str:
     first = name.partition(".")[0]
     if not is_own(name):
         return first
-    if first.endswith(("!derived", "!updated", "!digest")):
-        return "digests"
-    if first.endswith("!clip"):
-        return "clip coefficients"
+    for end, kind in _OWN_KINDS.items():
+        if first.endswith(end):
+            return kind
     return "gradients" if is_gradient(name) else "hyperparameters"
 
 
