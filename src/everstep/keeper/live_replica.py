@@ -15,7 +15,6 @@ Invariants:
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -37,14 +36,8 @@ KEY = "replica"
 """Of its arena, among those that are handed to who restores."""
 
 FAILURES_MAX = 3
-NOTES_MAX = 8
-"""More have no slot any more."""
-
 _FOR_GOOD = (Unsupported, Mismatch)
 _LOOK_S = 0.5
-
-_Note = tuple[CheckpointName, Sequence[Job]]
-"""A commit, and the jobs in whose slots it may still lie."""
 
 
 class LiveReplica:
@@ -56,8 +49,8 @@ class LiveReplica:
         self._wake = wake
         self._team: Team | None = None
         """Whose log it follows."""
-        self._notes: deque[_Note] = deque(maxlen=NOTES_MAX)
-        """Of which the worker has not heard."""
+        self._newest: tuple[CheckpointName, Sequence[Job]] | None = None
+        """A commit of which the worker has not heard, and the jobs in whose slots it may lie."""
         self._told: CheckpointName | None = None
         """The newest that the worker knows of, of which it may write a base."""
         self._worker: Worker | None = None
@@ -78,7 +71,7 @@ class LiveReplica:
             self._awaits_base &= takes_replay
             if self._awaits_base or self._is_over:
                 return
-            self._notes.append((name, jobs))
+            self._newest = name, jobs
             self._take_back()
             self._changed.notify()
 
@@ -129,20 +122,15 @@ class LiveReplica:
         """Tell it what came, and whether somebody waits; blocks until there is either. False where
         all is over. Raises OSError where it has died."""
         with self._changed:
-            while not (self._notes or self._is_lending or self._is_over):
+            while not (self._newest or self._is_lending or self._is_over):
                 self._changed.wait(_LOOK_S)
                 worker.check()
             if self._is_over:
                 return False
-            saves, fds = [], list[int]()
-            for name, jobs in self._notes:
-                own = [job.arena.fd for job in jobs]
-                is_there = min(own) >= 0 and len(fds) + len(own) <= wire.DESCRIPTORS_MAX
-                saves.append([*name, [[job.slot, job.sequence] for job in jobs if is_there]])
-                fds += own if is_there else []
-                self._told = name
-            self._notes.clear()
-            worker.send({"type": "follow", "saves": saves, "lends": self._is_lending}, fds)
+            (name, jobs), self._newest = self._newest or (None, ()), None
+            self._told = name or self._told
+            fds = [job.arena.fd for job in jobs if job.arena.fd >= 0]
+            worker.send({"type": "follow", "name": name, "lends": self._is_lending}, fds)
             return True
 
     def _end(self) -> None:

@@ -30,7 +30,7 @@ _TABLES_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A checkpoint that a keeper still holds in memory, committed or not."""
+    """A checkpoint that a keeper still holds in memory, a state or a record, committed or not."""
 
     manifest: Manifest
     table: Table
@@ -225,8 +225,7 @@ def is_of(disk: Tier, held: Held) -> bool:
 def find_held(
     arenas: Sequence[Arena], is_wanted: Callable[[Held], bool] = lambda held: True
 ) -> dict[CheckpointName, Held]:
-    """What the arenas of dead trainers hold whole, with a manifest: of several ranks, what is there
-    of all of them."""
+    """What arenas hold whole, with a manifest: of several ranks, what is there of all of them."""
     found: dict[CheckpointName, Held] = {}
     for document, save in ended_saves(arenas):
         state = _held(document, save)
@@ -241,11 +240,11 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
     try:
         manifest = decode_manifest(document, where)
         image = save.image()
-        part = manifest.parts[0]
+        (part,) = manifest.all_parts
         check_table(image.parsed.table, part, where)
         if digest_of(image.parsed.document) != part.table.digest:
             return None
-    except (EverstepError, IndexError):
+    except (EverstepError, ValueError):
         return None
     is_raw = part.stored is not None
     packs = [MemorySource([segment.view for segment in pack], is_raw) for pack in image.packs]

@@ -11,25 +11,23 @@ Invariants:
   other bits is Unsupported, and what does not compare with the run's digests is Corrupt.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from everstep.errors import Conflict, EverstepError, Missing, Unsupported
+from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.data import Data
 from everstep.keeper.encoder import Encoder
-from everstep.keeper.job import Job
-from everstep.keeper.ranks.node_save import REPLICA, NodeSave
-from everstep.keeper.wire import ALONE, Place
+from everstep.keeper.ranks.node_save import REPLICA
 from everstep.keeper.writer import Writer
 from everstep.offload.memory import Memory
 from everstep.restore.chain import Chain
-from everstep.restore.choose import Candidate
-from everstep.restore.load import Loader, MemorySource
+from everstep.restore.choose import Candidate, find_held
+from everstep.restore.load import Loader
 from everstep.restore.materialize import described, publish, whole_manifest
 from everstep.restore.rebuild import Rebuilt
 from everstep.store import catalog, commit
@@ -55,14 +53,14 @@ class Replica:
         self._records = 0
         """Since the newest base."""
 
-    def follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> bool:
+    def follow(self, name: CheckpointName, arenas: Sequence[Arena]) -> bool:
         """Bring it to this checkpoint, of an epoch or a base that it may not know; and make a base
-        of that, where the run would by what it says of its log. Whether it has. `jobs`: where
-        checkpoints may still lie in memory. It holds nothing where retention was quicker. Raises
+        of that, where the run would by what it says of its log. Whether it has. `arenas`: where
+        the last checkpoints may still lie. It holds nothing where retention was quicker. Raises
         what else keeps it from that, after which it is worth nothing."""
         self._candidate.name = name
         try:
-            self._follow(name, jobs)
+            self._follow(name, arenas)
         except Missing:
             self._drop()
         self._images = {}
@@ -100,7 +98,7 @@ class Replica:
     def _drop(self) -> None:
         self._state = self._memory = self.at = None
 
-    def _follow(self, name: CheckpointName, jobs: Mapping[CheckpointName, Sequence[Job]]) -> None:
+    def _follow(self, name: CheckpointName, arenas: Sequence[Arena]) -> None:
         if name == self.at:
             return
         missed: list[Manifest] = []
@@ -111,8 +109,12 @@ class Replica:
                 break
         else:
             self._drop()
+        held = find_held(arenas)
         for manifest in missed:
-            self._images = _images(manifest, jobs.get(manifest.name, ()))
+            known = held.get(manifest.name)
+            if known and known.manifest == manifest:  # the trainer may fill these slots at any time
+                links = (pack.path for part in manifest.all_parts for pack in part.packs)
+                self._images = dict(zip(links, known.packs, strict=True))
             described = self._candidate.read(manifest)
             if self._state is None:
                 self._begin(described)
@@ -157,23 +159,3 @@ class Replica:
 
     def _near(self, pack: FileLink) -> Sequence[Source]:
         return [self._images[pack.path]] if pack.path in self._images else []
-
-
-def _images(manifest: Manifest, jobs: Sequence[Job]) -> dict[str, Source]:
-    """Where the packs of a checkpoint lie in slots, by their paths. The trainer may fill these
-    again at any time: what is read there is checked."""
-    if not jobs or len(manifest.all_parts) != 1:
-        return {}
-    place = Place("followed", tuple(range(len(jobs)))) if len(jobs) > 1 else ALONE
-    try:
-        packs = NodeSave(jobs, place).image().packs
-    except EverstepError:
-        return {}
-    (part,) = manifest.all_parts
-    is_raw = part.stored is not None
-    if len(packs) != len(part.packs):
-        return {}
-    return {
-        link.path: MemorySource([segment.view for segment in pack], is_raw)
-        for link, pack in zip(part.packs, packs, strict=True)
-    }

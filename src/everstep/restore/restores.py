@@ -183,7 +183,12 @@ class Restores:
     def _held(self, arenas: list[Arena]) -> dict[CheckpointName, Held]:
         """What the keeper holds of this run: another may have been in this directory before."""
         run = open_store(self.disk)
-        found = find_held(arenas, lambda held: held.manifest.run == run and is_of(self.disk, held))
+
+        def is_wanted(held: Held) -> bool:
+            is_state = bool(held.manifest.parts)
+            return is_state and held.manifest.run == run and is_of(self.disk, held)
+
+        found = find_held(arenas, is_wanted)
         lent = [name for name, held in found.items() if held.log_digest]
         each = self.state.world.gather("agreeing on the replica", list(map(list, lent)))
         common = set.intersection(*({CheckpointName(*name) for name in names} for names in each))

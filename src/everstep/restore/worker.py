@@ -1,9 +1,9 @@
 """python -m everstep.restore.worker STORE: the worker (keeper/workers.py) that holds the live
 replica of a log, for a keeper (keeper/live_replica.py).
 
-It is asked to `follow` checkpoints that were committed, of which the last ones may still lie in
-arenas; and to lend the state, if who restores waits for it. It answers how far it has come, whether
-it has written a base, and with the state's arena.
+It is asked to `follow` the checkpoint that was committed last, which may still lie in arenas, and
+to lend the state, if who restores waits for it. It answers how far it has come, whether it has
+written a base, and with the state's arena.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from pathlib import Path
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
-from everstep.keeper.job import ALL, Job
 from everstep.keeper.workers import Sent, serve
 from everstep.restore.replica import Replica
 from everstep.tiers.tier import tier_at
@@ -40,13 +39,9 @@ class Follower:
 
     def answer(self, message: wire.Message, fds: list[int]) -> Sent:
         """Raises what keeps the replica from following."""
-        arenas = map(Arena, fds)
-        jobs = {
-            CheckpointName(step, epoch): _whole([Job(next(arenas), *place) for place in places])
-            for step, epoch, places in message["saves"]
-        }
+        arenas, name = list(map(Arena, fds)), message["name"]
         signal.setitimer(signal.ITIMER_REAL, LATE_S)
-        has_base = bool(jobs) and self._replica.follow([*jobs][-1], jobs)
+        has_base = bool(name) and self._replica.follow(CheckpointName(*name), arenas)
         lent = None
         if message["lends"]:  # somebody waits for it
             set_priority(_FAIR)
@@ -55,15 +50,6 @@ class Follower:
         set_priority(_LOWEST)
         said = {"name": self._replica.at, "seconds": time.process_time(), "has_base": has_base}
         return {"type": "replica", **said}, [lent.fd] if lent else []
-
-
-def _whole(jobs: list[Job]) -> list[Job]:
-    """The slots of a checkpoint, if all of them still hold it."""
-    if any(job.arena.sequence_of(job.slot) != job.sequence for job in jobs):
-        return []
-    for job in jobs:
-        job.arrival.advance(ALL)
-    return jobs
 
 
 def set_priority(nice: int) -> None:

@@ -14,7 +14,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest
 from everstep.format.merge import Merged, RankTable, merge
 from everstep.format.node_parts import NodePart
-from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
 from everstep.keeper.job import ALL, Job
 from everstep.keeper.ranks.descriptions import check_held, merge_descriptions
@@ -135,8 +135,8 @@ def ended_saves(arenas: Sequence[Arena]) -> Iterator[tuple[bytes, NodeSave]]:
     ranks; the manifest with each."""
     documents: dict[bytes, bytes] = {}
     found: dict[bytes, dict[int, Job]] = {}
-    for job in (job for arena in arenas for job in _whole_jobs(arena)):
-        document = bytes(job.arena.manifest(job.slot, job.row))
+    for row, job in (each for arena in arenas for each in _whole_jobs(arena)):
+        document = bytes(job.arena.manifest(job.slot, row))
         digest = document.removeprefix(REFERENCE)
         if digest == document:
             digest = digest_of(document).encode()
@@ -154,15 +154,15 @@ def ended_saves(arenas: Sequence[Arena]) -> Iterator[tuple[bytes, NodeSave]]:
 def place_of(arena: Arena) -> tuple[int, int] | None:
     """Of the trainer that filled an arena: its local rank, of how many; None for one in which no
     slot is whole."""
-    return next(filter(None, map(_place, _whole_jobs(arena))), None)
+    return next(filter(None, (_place(job) for _, job in _whole_jobs(arena))), None)
 
 
-def _whole_jobs(arena: Arena) -> Iterator[Job]:
+def _whole_jobs(arena: Arena) -> Iterator[tuple[Row, Job]]:
     for slot in range(arena.slot_count):
         if row := arena.row(slot):
             job = Job(arena, slot, row.sequence)
             job.arrival.advance(ALL)
-            yield job
+            yield row, job
 
 
 def _place(job: Job) -> tuple[int, int] | None:
