@@ -200,16 +200,15 @@ def _numpy_dtype(said: Inert) -> "np.dtype[Any]":
 
 
 class Window(io.RawIOBase):
-    """A stretch of a file as a file, of which nobody reads much at once; or all that is to be
-    written from now on."""
+    """A stretch of a file as a file, of which nobody reads much at once."""
 
-    def __init__(self, file: Any, offset: int, size: int | None = None) -> None:
+    def __init__(self, file: Any, offset: int, size: int) -> None:
         super().__init__()
         self._file, self._offset, self._size = file, offset, size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """In the stretch. Raises ValueError."""
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size or 0}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
         if base + offset < 0:
             raise ValueError("a place before the beginning")
         self._file.seek(self._offset + base + offset)
@@ -222,14 +221,9 @@ class Window(io.RawIOBase):
 
     def read(self, size: int | None = -1) -> bytes:
         """Up to its end. Raises ValueError for much."""
-        left = max(0, (self._size or 0) - self.tell())
+        left = max(0, self._size - self.tell())
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _DIRECTORY_BYTES_MAX:
             raise ValueError("its directory is enormous")
         data: bytes = self._file.read(wanted)
         return data
-
-    def write(self, data: Any) -> int:
-        """Go on with these bytes."""
-        count: int = self._file.write(data)
-        return count

@@ -6,8 +6,6 @@ These libraries want all tensors in memory; here each is read when its turn has 
 
 import io
 import pickle
-import struct
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -18,14 +16,13 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import _open_zipfile_writer
 
-from everstep.format.packs import round_up
-from everstep.interchange.archives import STORAGES, Window
+from everstep.interchange.archives import STORAGES
 from everstep.interchange.tensors import StandIn
 from everstep.sharding.leaves import bytes_of, dtype_name
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
-_ALIGN = 64
 _FILE = "__0_0.distcp"
 
 
@@ -57,27 +54,15 @@ def _write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
     """From where `file` is written to now."""
     pickler = _Pickler()
     pickler.dump(value)
-    rest = Window(file, file.tell())
-    with zipfile.ZipFile(rest, "w", zipfile.ZIP_STORED) as archive:
-        _write(archive, rest, "data.pkl", pickler.file.getbuffer())
-        _write(archive, rest, "byteorder", memoryview(b"little"))
-        names = list(pickler.keys)
-        for name, tensor in zip(names, read(names), strict=True):
-            view = bytes_of(tensor).numpy().data
-            _write(archive, rest, f"data/{pickler.keys[name]}", view)
-        _write(archive, rest, "version", memoryview(b"3\n"))
-
-
-def _write(archive: zipfile.ZipFile, rest: Window, name: str, data: memoryview) -> None:
-    """A record, whose bytes begin on a multiple of 64, as torch has it: by an extra field."""
-    row = zipfile.ZipInfo(f"archive/{name}")
-    row.file_size = len(data)
-    fixed = 30 + len(row.filename) + (20 if len(data) > zipfile.ZIP64_LIMIT else 0)
-    start = rest.tell() + fixed + 4
-    padding = round_up(start, _ALIGN) - start
-    row.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-    with archive.open(row, "w", force_zip64=len(data) > zipfile.ZIP64_LIMIT) as record:
-        record.write(data)
+    data = pickler.file.getvalue()
+    with _open_zipfile_writer(file) as archive:
+        archive.write_record("data.pkl", data, len(data))
+        archive.write_record("byteorder", b"little", len(b"little"))
+        for (_, key), tensor in zip(pickler.keys.items(), read(list(pickler.keys)), strict=True):
+            view = bytes_of(tensor)
+            if view.untyped_storage().nbytes() != view.nbytes:
+                view = view.clone()
+            archive.write_record(f"data/{key}", view.untyped_storage(), view.nbytes)
 
 
 class _Storage:
