@@ -4,7 +4,6 @@
 torch.save inside of a larger one.
 """
 
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.archives import Archive, dtype_of, makers, settled
 from everstep.interchange.pickles import Inert, read_pickle
-from everstep.interchange.tensors import Found, Part
+from everstep.interchange.tensors import Found, Part, lengths, named
 
 METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 30
-_FILE = re.compile(r"[\w-][\w.-]{0,199}")
 _PATH_MAX = 64
 _LIST_MAX = 1 << 20
 
@@ -43,7 +41,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
 def _tree(folder: Path, said: Inert) -> dict[str, Any]:
     lies: dict[str, dict[Any, Inert]] = {}
     for index, info in said.get("storage_data").items():
-        lies.setdefault(index.get("fqn"), {})[_numbers(index.get("offset"))] = info
+        lies.setdefault(index.get("fqn"), {})[index.get("offset")] = info
     paths = said.get("planner_data")
     tree: dict[Any, Any] = {}
     for name, each in said.get("state_dict_metadata").items():
@@ -62,11 +60,9 @@ def _tree(folder: Path, said: Inert) -> dict[str, Any]:
 def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> Found:
     properties = said.get("properties")
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
-    kind, shape = dtype_of(dtype), _numbers(said.get("size"))
-    assert shape is not None
-    parts = []
+    kind, shape, parts = dtype_of(dtype), lengths(said.get("size")), []
     for chunk in said.get("chunks"):
-        box = Box(_numbers(chunk.get("offsets")) or (), _numbers(chunk.get("sizes")) or ())
+        box = Box(lengths(chunk.get("offsets")), lengths(chunk.get("sizes")))
         parts.append(_part(folder, name, kind, box, lies[box.offsets]))
     return Found(kind, shape, parts, name)
 
@@ -95,23 +91,12 @@ def _value(folder: Path, lies: Mapping[Any, Inert]) -> Any:
 def _place(folder: Path, info: Inert) -> tuple[Path, int, int]:
     """File, offset and size of an item."""
     name, offset, size = (info.get(key) for key in ("relative_path", "offset", "length"))
-    if type(name) is not str or not _FILE.fullmatch(name):
-        raise Corrupt(f"reading {folder}: it names a file {name!r:.80}")
+    path = named(folder, name, folder)
     if info.get("transform_descriptors"):
-        raise Unsupported(f"reading {folder / name}: it was transformed when it was saved")
+        raise Unsupported(f"reading {path}: it was transformed when it was saved")
     if type(offset) is not int or type(size) is not int:
         raise TypeError("no place in a file")
-    if not (folder / name).is_file():
-        raise Corrupt(f"reading {folder}: {name}, which it names, is not there")
-    return folder / name, offset, size
-
-
-def _numbers(value: Any) -> tuple[int, ...] | None:
-    if value is None:
-        return None
-    if not isinstance(value, tuple) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
-        raise ValueError(f"{value!r:.80} are no lengths")
-    return value
+    return path, offset, size
 
 
 def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:

@@ -5,22 +5,20 @@ all in memory; here they come one after another.
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from everstep.errors import Corrupt, Missing, Unsupported
+from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import CARRIED, ITEM_SIZES
 from everstep.format.packs import Entries
-from everstep.interchange.tensors import Found, Stretch
+from everstep.interchange.tensors import Found, Stretch, lengths, named
 
 INDEX = "*.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """The library refuses longer ones."""
 
-_FILE = re.compile(r"[\w-][\w.-]{0,199}")
 _DTYPES = {kind: name for name, (kind, _) in CARRIED.items()}
 
 
@@ -72,11 +70,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
         shards.setdefault(file, []).append(name)
     found: dict[str, Found] = {}
     for file, names in shards.items():
-        if type(file) is not str or not _FILE.fullmatch(file):
-            raise Corrupt(f"reading {index}: it names a file {file!r:.80}")
-        if not (folder / file).is_file():
-            raise Missing(f"reading {index}: {file}, which it names, is not there")
-        shard = read_file(folder / file)
+        shard = read_file(named(folder, file, index))
         if absent := sorted(set(names) - shard.keys()):
             raise Corrupt(f"reading {folder / file}: it has no {absent[0]!r:.200}")
         found |= {name: shard[name] for name in names}
@@ -98,11 +92,9 @@ def read_file(path: Path) -> dict[str, Found]:
 
 
 def _found(path: Path, name: str, row: Any, start: int, size: int) -> Found:
-    kind, shape, (begin, end) = row["dtype"], tuple(row["shape"]), row["data_offsets"]
+    kind, shape, (begin, end) = row["dtype"], lengths(row["shape"]), lengths(row["data_offsets"])
     if kind not in _DTYPES:
         raise Unsupported(f"reading {path}: {name!r:.200} is of dtype {kind!r:.80}")
-    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (*shape, begin, end)):
-        raise ValueError(f"{name!r} of shape {shape}")
     if ITEM_SIZES[_DTYPES[kind]] * prod(shape) != end - begin or start + end > size:
         raise ValueError(f"{name!r} of shape {shape} in bytes {begin} to {end} of {size}")
     stretch = Stretch(path, start + begin, end - begin)

@@ -4,6 +4,7 @@ Nothing is read before it is written somewhere else; memory is taken for a block
 its elements do not lie in order, for the tensor and what it is a view of.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.errors import Corrupt, Unavailable, Unsupported
+from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
@@ -21,6 +22,8 @@ from everstep.sharding.leaves import bytes_of, dtype_name
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
 _DIMS_MAX = 64
+NAME = re.compile(r"[\w-][\w.-]{0,199}")
+"""Of what lies in a folder, and nowhere else."""
 Blocks = Callable[[], Iterator[memoryview]]
 
 
@@ -57,6 +60,25 @@ class Stretch:
     def read(self) -> bytes:
         """All of them."""
         return b"".join(self.blocks())
+
+
+def named(folder: Path, name: object, where: object) -> Path:
+    """A file or folder there that a source names. Raises Corrupt where that may lead out of it,
+    Missing where it is not there."""
+    if type(name) is not str or not NAME.fullmatch(name):
+        raise Corrupt(f"reading {where}: it names a file or folder {name!r:.80}")
+    if not (folder / name).exists():
+        raise Missing(f"reading {where}: {name}, which it names, is not there")
+    return folder / name
+
+
+def lengths(value: Any) -> tuple[int, ...]:
+    """A shape, offsets or strides. Raises ValueError for what is none."""
+    if not isinstance(value, (list, tuple)) or len(value) > _DIMS_MAX:
+        raise ValueError(f"{value!r:.80} are no lengths")
+    if not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
+        raise ValueError(f"{value!r:.80} are no lengths")
+    return tuple(value)
 
 
 class Part(NamedTuple):
@@ -153,20 +175,15 @@ def view_of(
     """A tensor as torch pickles it: elements of a storage. `dtype`: None: the storage's. Raises
     Corrupt where they are not in it; Unsupported where they are more than it has."""
     dtype = dtype or storage.dtype
-    numbers = (offset, *shape, *strides)
     if not isinstance(storage, Storage) or dtype is None:
         raise TypeError("a tensor without elements")
-    if not all(type(each) is int and 0 <= each < 1 << 62 for each in numbers):
-        raise ValueError(f"a tensor of shape {shape!r:.80} and strides {strides!r:.80}")
-    if len(shape) != len(strides) or len(shape) > _DIMS_MAX:
-        raise ValueError("a tensor with other strides than dims")
+    (offset,), shape, strides = lengths((offset,)), lengths(shape), lengths(strides)
     item, count = ITEM_SIZES[dtype], prod(shape)
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
     if count and (offset + reach) * item > storage.stretch.size:
         raise Corrupt(f"reading {where}: a tensor is larger than its storage")
     if count * item > storage.stretch.size:
         raise Unsupported(f"reading {where}: a tensor's elements share memory. Clone it, and save")
-    shape, strides = tuple(shape), tuple(strides)
     memory = (storage.stretch, offset, shape, strides, dtype)
     if _is_row_major(shape, strides):
         lies = storage.stretch.part(offset * item if count else 0, count * item)

@@ -6,16 +6,14 @@ and one for each tensor of its state; and what the engine counts.
 """
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 from everstep.errors import Unsupported
-from everstep.interchange.tensors import StandIn
+from everstep.interchange.tensors import NAME, StandIn
 from everstep.interchange.torch_files import Read, write_torch
 from everstep.restore.whole import Whole
 
-_FOLDER = re.compile(r"[\w-][\w.-]{0,199}")
 _VERSION = "0.19.8"
 """Of DeepSpeed, whose format this is."""
 
@@ -38,7 +36,7 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
 
     for group in moments["param_groups"]:
         for name in group["params"]:
-            if not _FOLDER.fullmatch(name) or name not in names:
+            if not NAME.fullmatch(name) or name not in names:
                 raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
             weights = tree[part][name]
             own = {"fp32": weights, **moments["state"].get(name, {})}

@@ -18,11 +18,10 @@ from typing import Any
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import archives
 from everstep.interchange.pickles import Inert
-from everstep.interchange.tensors import Found, Part
+from everstep.interchange.tensors import Found, Part, named
 from everstep.interchange.trees import Saved
 
 LATEST = ("latest", "latest_universal")
-_TAG = re.compile(r"[\w-][\w.-]{0,199}")
 _OPTIMIZER = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt"
 )
@@ -35,11 +34,7 @@ def tag_of(folder: Path) -> Path | None:
     for latest in LATEST:
         if (folder / latest).is_file():
             name = (folder / latest).read_bytes()[:256].decode(errors="replace").strip()
-            if not _TAG.fullmatch(name):
-                raise Corrupt(f"reading {folder / latest}: it names a folder {name!r:.80}")
-            if not (folder / name).is_dir():
-                raise Missing(f"reading {folder / latest}: {name}, which it names, is not there")
-            return folder / name
+            return named(folder, name, folder / latest)
     is_one = any(folder.glob("*_model_states.pt")) and any(
         folder.glob(kind)
         for kind in ("*_optim_states.pt", "mp_rank_00_*", "zero/optimizer_state.pt")
@@ -116,11 +111,9 @@ class _Rows:
                 k: v for k, v in common.get(group, {}).items() if getattr(v, "shape", ()) == ()
             }
             for name, shape in own.items():
-                if not _TAG.fullmatch(name):
-                    raise Corrupt(f"importing {tag}: it has a parameter {name!r:.80}")
                 self.shapes[name] = tuple(shape)
                 self.numbers[name] = dict(numbers)
-                for path in sorted((tag / "zero" / name).glob("*.pt")):
+                for path in sorted(named(tag / "zero", name, tag).glob("*.pt")):
                     value = archives.load(path)
                     value = value["param"] if isinstance(value, dict) else value
                     if isinstance(value, Found) and path.stem != "step":
