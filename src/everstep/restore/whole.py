@@ -184,7 +184,7 @@ class Whole:
         boxes = {name: [self._whole_box(name)] for name in self.entries}
         return self._candidate.versions(self._base, boxes)
 
-    @property
+    @cached_property
     def sharable(self) -> Version:
         """Its parts, where another checkpoint may name their packs: each chunk of them decodes
         without what it is not beside."""

@@ -13,7 +13,7 @@ from everstep.interchange.write import Progress, write
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole, kind_of
 from everstep.tiers.tier import Tier
-from everstep.versions.merge import blocks, new_store
+from everstep.versions.merge import blocks, found_in, new_store
 
 
 def average(
@@ -52,6 +52,8 @@ def average(
 def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
     spec = wholes[-1].entries[name].spec
     dtype: torch.dtype = getattr(torch, spec.dtype)
+    if not dtype.is_floating_point and not dtype.is_complex:
+        return found_in(wholes[-1], name)
     high = torch.complex128 if dtype.is_complex else torch.float64
 
     def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -60,7 +62,5 @@ def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
             total += tensor.to(high) * share
         return (total / sum(shares)).to(dtype)
 
-    is_number = dtype.is_floating_point or dtype.is_complex
-    sources = [(whole, name) for whole in (wholes if is_number else wholes[-1:])]
-    make = joined if is_number else lambda tensors: tensors[0]
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, make))
+    sources = [(whole, name) for whole in wholes]
+    return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, joined))

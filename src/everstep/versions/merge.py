@@ -10,7 +10,7 @@ import copy
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,17 @@ def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) 
     blocks, and of a log's step for its state. Raises Mismatch, which tells all that does not fit,
     before anything is written; Missing and ValueError for a recipe that cannot be read, Conflict
     where something is there, Corrupt, Unavailable."""
-    found = read_recipe(recipe)
+    said = read_recipe(recipe)
     with Loader() as loader:
-        sources = _Sources(to, loader, found.problems)
-        plan = _Plan.of(found, sources)
-        if plan is None or found.problems:
+        sources = _open_all(said, to, loader)
+        plan = _Plan(sources[said.base], said.problems) if said.base in sources else None
+        for take in said.takes:
+            if plan and take.source in sources:
+                plan.take(take, sources[take.source])
+        if plan is None or said.problems:
             raise Mismatch(
                 f"merging {recipe}: nothing was written, as not all fits: "
-                f"{'; '.join(found.problems)}"
+                f"{'; '.join(said.problems)}"
             )
         target = new_store(to, "merging")
         draft = plan.draft(recipe)
@@ -73,70 +76,43 @@ def new_store(to: str, what: str) -> Tier:
     return target
 
 
-class _Sources:
-    """The checkpoints of a recipe, each opened once."""
-
-    def __init__(self, to: str, loader: Loader, problems: list[str]) -> None:
-        self._to, self._loader, self._problems = to, loader, problems
-        self._known: dict[Source, Whole | None] = {}
-        self._opened: dict[tuple[str, CheckpointName], Whole] = {}
-
-    def find(self, source: Source) -> Whole | None:
-        """None, with a problem told once, where it cannot be had."""
-        if source not in self._known:
-            self._known[source] = None
-            try:
-                self._known[source] = self._open(source)
-            except (EverstepError, ValueError, OSError) as error:
-                self._problems.append(f"{source}: {error}")
-        return self._known[source]
-
-    def _open(self, source: Source) -> Whole:
-        if os.path.realpath(source.store) == os.path.realpath(self._to):
-            raise ValueError("it is where the merged checkpoint is to be")
-        disk = tier_at(source.store)
-        name = catalog.find(disk, source.step)
-        key = str(disk.root), name
-        if key not in self._opened:
-            self._opened[key] = Whole(disk, name, self._loader)
-        return self._opened[key]
+def _open_all(recipe: Recipe, to: str, loader: Loader) -> dict[Source | None, Whole]:
+    """The checkpoints of a recipe, each opened once. What cannot be had is noted there."""
+    found: dict[Source | None, Whole] = {}
+    opened: dict[tuple[str, CheckpointName], Whole] = {}
+    sources = [recipe.base, *(take.source for take in recipe.takes)]
+    for source in dict.fromkeys(filter(None, sources)):
+        try:
+            if os.path.realpath(source.store) == os.path.realpath(to):
+                raise ValueError("it is where the merged checkpoint is to be")
+            disk = tier_at(source.store)
+            name = catalog.find(disk, source.step)
+            key = str(disk.root), name
+            if key not in opened:
+                opened[key] = Whole(disk, name, loader)
+            found[source] = opened[key]
+        except (EverstepError, ValueError, OSError) as error:
+            recipe.problems.append(f"{source}: {error}")
+    return found
 
 
-@dataclass(slots=True)
 class _Plan:
-    """Which tensor of the merged state is which of a source. `tensors`: by first names, with the
-    entry as it will be, the source and the name there."""
+    """What the merged state is: at first the base. `tensors`: by first names, with the entry as it
+    will be, the source and the name there."""
 
-    base: Whole
-    tensors: dict[str, tuple[TensorEntry, Whole, str]]
-    optimizers: dict[str, Any]
-    hyperparameters: dict[str, Any]
-    objects: dict[str, Any]
-    problems: list[str]
-    taken: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, recipe: Recipe, sources: _Sources) -> "_Plan | None":
-        """None where the base cannot be read; problems are noted in the recipe."""
-        base = sources.find(recipe.base) if recipe.base else None
-        found = [(take, sources.find(take.source)) for take in recipe.takes]
-        if base is None:
-            return None
-        plan = cls(
-            base,
-            {name: (entry, base, name) for name, entry in base.entries.items()},
-            copy.deepcopy(base.optimizers),
-            copy.deepcopy(base.manifest.hyperparameters),
-            copy.deepcopy(base.manifest.objects),
-            recipe.problems,
-        )
-        if base.manifest.streams:
-            streams = ", ".join(base.manifest.streams)
-            plan.problems.append(f"{recipe.base}: a merge takes no streams, and it has {streams}")
-        for take, source in found:
-            if source is not None:
-                plan.take(take, source)
-        return plan
+    def __init__(self, base: Whole, problems: list[str]) -> None:
+        said = base.manifest
+        self.base, self.problems = base, problems
+        self.tensors = {name: (entry, base, name) for name, entry in base.entries.items()}
+        self.optimizers = copy.deepcopy(base.optimizers)
+        self.hyperparameters = copy.deepcopy(said.hyperparameters)
+        self.objects = copy.deepcopy(said.objects)
+        self._taken: set[str] = set()
+        if said.streams:
+            streams = ", ".join(said.streams)
+            problems.append(
+                f"{base.disk.root} {base.name}: a merge takes no streams, and it has {streams}"
+            )
 
     def take(self, take: Take, source: Whole) -> None:
         """Put what it means in the place of what the base has. Notes problems."""
@@ -157,10 +133,10 @@ class _Plan:
                 own := kind_of(self.base.entries[new])
             ):
                 self.problems.append(f"{where}: {name!r} is {said}, and {new!r} {own} in the base")
-            elif new in self.taken:
+            elif new in self._taken:
                 self.problems.append(f"{where}: {new!r} is taken twice")
             else:
-                self.taken.add(new)
+                self._taken.add(new)
                 self._put(new, source, name)
                 if take.optimizer:
                     self._take_state(where, source, name, new)
@@ -227,19 +203,17 @@ class _Plan:
         )
         draft.optimizers, draft.hyperparameters = self.optimizers, self.hyperparameters
         draft.objects, draft.ranks = self.objects, self.base.manifest.ranks
-        wholes = {id(whole): whole for _, whole, _ in self.tensors.values()}
-        left = dict(self.tensors)
-        for whole in wholes.values():
-            wanted: dict[str, TensorEntry] = {}
-            for new, (entry, source, name) in self.tensors.items():
-                if source is whole and name not in wanted and whole.sharable:
-                    wanted[name] = entry
-                    del left[new]
-            draft.borrowed += _borrowed(whole, wanted)
-        for new, (entry, whole, name) in left.items():
-            draft.add_tensor(new, _found_in(whole, name))
+        shared: dict[Whole, dict[str, TensorEntry]] = {}
+        for new, (entry, whole, name) in self.tensors.items():
+            own = shared.setdefault(whole, {})
+            if whole.sharable and name not in own:
+                own[name] = entry
+                continue
+            draft.add_tensor(new, found_in(whole, name))
             if entry.aliases:
                 draft.aliases[new] = list(entry.aliases)
+        for whole, wanted in shared.items():
+            draft.borrowed += _borrowed(whole, wanted)
         return draft
 
 
@@ -256,7 +230,7 @@ def _borrowed(whole: Whole, wanted: Mapping[str, TensorEntry]) -> Iterator[Borro
             yield Borrowed(whole.disk, part, own)
 
 
-def _found_in(whole: Whole, name: str) -> Found:
+def found_in(whole: Whole, name: str) -> Found:
     """A tensor of a checkpoint, read block by block."""
     spec = whole.entries[name].spec
     source = [(whole, name)]
