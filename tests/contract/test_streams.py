@@ -18,6 +18,7 @@ from everstep import (
     EverstepError,
     Keep,
     Mismatch,
+    Missing,
     Store,
     Tiers,
     Unavailable,
@@ -236,6 +237,29 @@ def test_an_immutable_one_that_fails_fails_the_save(local):
         with pytest.raises(EverstepError, match="of the user's"):
             checkpointer.save(1).wait(timeout=60)
         state["replay"].__class__ = Replay
+        checkpointer.save(2).wait(timeout=60)
+    assert Store(local).steps() == [2]
+
+
+def test_it_is_read_by_name_without_the_object(store, tmp_path, caplog):
+    with everstep.Checkpointer(store, build(Replay(3))) as checkpointer:
+        checkpointer.save(1, tag="best").wait(timeout=60)
+    reader = Replay()
+    reader.load_stream(Store(store).read_stream("replay", "best"))
+    check_loaded(reader, 3)
+    with pytest.raises(Missing, match=r"'model'.*its streams are \['replay'\]"):
+        Store(store).read_stream("model")
+    assert main(["export", str(store), "--to", "safetensors", str(tmp_path / "out")]) == 0
+    assert "streams stay where they are: replay" in caplog.text
+
+
+def test_a_piece_that_is_no_buffer(local):
+    state = build()
+    state["replay"].stream = lambda: iter([("counts", [b"some", 5])])
+    with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
+        with pytest.raises(Unsupported, match="'replay': a piece of 'counts' is neither"):
+            checkpointer.save(1).wait(timeout=60)
+        del state["replay"].stream
         checkpointer.save(2).wait(timeout=60)
     assert Store(local).steps() == [2]
 

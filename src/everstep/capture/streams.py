@@ -130,5 +130,11 @@ def _rows(part: StreamState) -> Iterator[tuple[Spec, memoryview]]:
                 name = row_name(number, index, TENSOR, key)
                 yield Spec(name, dtype_name(piece.dtype), tuple(piece.shape)), view
             else:
-                view = memoryview(piece).cast("B")
+                try:
+                    view = memoryview(piece).cast("B")
+                except TypeError as error:
+                    raise Unsupported(
+                        f"streaming {part.name!r}: a piece of {key!r} is neither a tensor nor a "
+                        f"contiguous buffer: {error}"
+                    ) from error
                 yield Spec(row_name(number, index, BUFFER, key), "uint8", (len(view),)), view

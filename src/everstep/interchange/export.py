@@ -1,6 +1,7 @@
 """A checkpoint of a store in another library's format: streamed, and there at once or not."""
 
 import json
+import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
 from everstep.tiers.tier import Tier
+
+log = logging.getLogger("everstep")
 
 SHARD_BYTES = 5_000_000_000
 """As transformers has it."""
@@ -73,6 +76,10 @@ def export(
     """
     with Loader() as loader:
         whole = Whole(disk, name, loader)
+        if streams := ", ".join(whole.manifest.streams):
+            log.warning(
+                "exporting %s of %s: streams stay where they are: %s", name, disk.root, streams
+            )
         with new_folder(target) as folder:
             export = Export(whole, folder, options, progress)
             FORMATS[kind](export)

@@ -144,6 +144,22 @@ class Store:
                 raise
             raise Missing(f"reading {name} of {self._disk.root}: deleted meanwhile") from error
 
+    def read_stream(
+        self, part: str, step: int | str | None = None
+    ) -> Iterator[tuple[str, Iterator["torch.Tensor | memoryview"]]]:
+        """Yield what a streamed part of a checkpoint has, as its load_stream() would get it: names,
+        each with its pieces, which are read and verified one by one. Raises Missing, Corrupt."""
+        from everstep.restore.choose import Candidate  # torch, which the rest does without
+        from everstep.restore.streams import read_stream
+
+        name = catalog.find(self._disk, step)
+        streams = catalog.read_manifest(self._disk, name).streams
+        if part not in streams:
+            raise Missing(
+                f"reading {part!r} of {name} of {self.path}: its streams are {[*streams]}"
+            )
+        return read_stream(Candidate(name, self._disk), streams[part])
+
     def state(self, step: int | str | None = None) -> Manifest:
         """The manifest of a checkpoint's whole state. Raises Missing, Corrupt; Unsupported for a
         step that is a log."""
