@@ -145,20 +145,17 @@ def describe(forms: Mapping[str, CompressedGradient]) -> list[dict[str, Any]]:
 
 
 def by_parameter(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Of a call: what it says of each compressed gradient, by name of the parameter; with the
-    `clip` that it was multiplied by, where there is one."""
-    clips = {name: row for row in said.get("clips", ()) for name in row["names"]}
-    return {
-        name: {**group, "clip": clips.get(name)}
-        for group in said.get("compressed", ())
-        for name in group["names"]
-    }
+    """Of a call: what it says of each gradient that is compressed (its `form`) or was clipped (the
+    `clip` that it was multiplied by), by name of the parameter."""
+    forms = {name: group for group in said.get("compressed", ()) for name in group["names"]}
+    clips = {name: {"clip": row} for row in said.get("clips", ()) for name in row["names"]}
+    return {name: {**forms.get(name, {}), **clips.get(name, {})} for name in {**forms, **clips}}
 
 
 def has_shape(said: Mapping[str, Any]) -> bool:
-    """Whether what is recorded in this form has the gradient's shape, so that ranks can read what
-    they have of it; else they read it whole."""
-    return bool(said["form"] == "cast")
+    """Whether what is recorded so has the gradient's shape, so that ranks can read what they have
+    of it; else they read it whole."""
+    return bool(said.get("form", "cast") == "cast")
 
 
 def gradient_of(
@@ -167,28 +164,27 @@ def gradient_of(
     name: str,
     shape: tuple[int, ...],
     device: torch.device,
-    compressed: Mapping[str, Mapping[str, Any]],
+    said: Mapping[str, Any],
 ) -> Tensor | None:
     """The gradient that a record has for a parameter of that shape, dense and clipped, on that
-    device; None where it has none. `compressed`: of `by_parameter`."""
-    tensor = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
-    if tensor is None:
+    device; None where it has none. `said`: of it, by `by_parameter`. One that is not compressed is
+    clipped in place, as training did."""
+    made = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
+    if made is None:
         return None
-    tensor = tensor.to(device)
-    if name not in compressed:
-        return tensor
-    group = compressed[name]
-    beside = tensors.get(_beside_name(group["form"], at, name))
-    form = CompressedGradient(
-        group["form"],
-        tensor,
-        None if beside is None else beside.to(device),
-        getattr(torch, group["dtype"]),
-        shape,
-        group.get("strides", {}).get(name, _row_major(shape)),
-    )
-    made = form.expand()
-    if clip := group["clip"]:
+    made = made.to(device)
+    if "form" in said:
+        beside = tensors.get(_beside_name(said["form"], at, name))
+        form = CompressedGradient(
+            said["form"],
+            made,
+            None if beside is None else beside.to(device),
+            getattr(torch, said["dtype"]),
+            shape,
+            said.get("strides", {}).get(name, _row_major(shape)),
+        )
+        made = form.expand()
+    if clip := said.get("clip"):
         clipping.scale_in_place([made], tensors[clip["coefficient"]], clip["foreach"])
     return made
 

@@ -8,7 +8,7 @@ what they do to the weights is not replayed (a run that does so is noticed while
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from everstep.errors import Corrupt, EverstepError, Mismatch
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.tables import TensorEntry, raw_name
-from everstep.redo import clipping, compression, rolling_digest
+from everstep.redo import compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, with_local
 from everstep.sharding.leaves import Leaf
@@ -99,40 +99,15 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A record in memory. `tensors`: by their names in the record, clipped as by `clip`; `groups`:
-    by optimizer, the hyperparameter set of each parameter. `comparison`: where all parameters are
-    of this step after it, and can be compared with the run's."""
+    """A record in memory. `tensors`: by their names in the record; `groups`: by optimizer, the
+    hyperparameter set of each parameter. `comparison`: where all parameters are of this step after
+    it, and can be compared with the run's."""
 
     step: int
     calls: tuple[Any, ...]
     tensors: Mapping[str, torch.Tensor]
     groups: Mapping[str, Mapping[str, int]]
     comparison: Comparison | None = None
-
-
-def clip(
-    step: int, calls: Sequence[Mapping[str, Any]], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Clip a record's gradients, as far as they are here, in place, as training did; compressed
-    ones are clipped when they are dense. For any thread; waits for the device. Raises Corrupt."""
-    devices = set()
-    with as_stored(step):
-        for number, said in enumerate(calls):
-            compressed = compression.by_parameter(said)
-            for row in said.get("clips", ()):
-                names = dict.fromkeys(name for name in row["names"] if name not in compressed)
-                keys = (gradient_key(tensors, f"@{number}", name) for name in names)
-                found = [tensors[key] for key in keys if key in tensors]
-                clipping.scale_in_place(found, tensors[row["coefficient"]], row["foreach"])
-                devices |= {each.device for each in found if each.is_cuda}
-    for device in devices:  # whoever goes on with them may do so on another stream
-        torch.cuda.current_stream(device).synchronize()
-
-
-def gradient_key(tensors: Container[str], at: str, name: str) -> str:
-    """Under which a record has a gradient, if it has it: from before clipping, perhaps."""
-    raw = raw_name(at, name)
-    return raw if raw in tensors else f"{at}.{name}"
 
 
 def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
@@ -212,11 +187,12 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         return record.tensors[name]
 
     call = _read(said, record.groups[said["optimizer"]], state, tensor)
-    compressed = compression.by_parameter(said)
+    unlike = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
         parameter.grad = None
         if is_here(state.optimizer, parameter):
-            parameter.grad = gradient_of(record.tensors, at, name, parameter, compressed)
+            own = unlike.get(name, {})
+            parameter.grad = _gradient_of(record.tensors, at, name, parameter, own)
     for index, values in call.sets.items():
         install(state.optimizer.param_groups[index], values)
         state.prune(index, values)
@@ -229,18 +205,18 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     )
 
 
-def gradient_of(
+def _gradient_of(
     tensors: Mapping[str, torch.Tensor],
     at: str,
     name: str,
     parameter: torch.Tensor,
-    compressed: Mapping[str, Mapping[str, Any]],
+    said: Mapping[str, Any],
 ) -> torch.Tensor | None:
-    """What a call consumed of this parameter; None where it had no gradient. `compressed`: of
-    `compression.by_parameter`. Raises KeyError where one is missing."""
+    """What a call consumed of this parameter; None where it had no gradient. `said`: of it, by
+    `compression.by_parameter`. Raises KeyError where something is missing."""
     shape, device = tuple(parameter.shape), parameter.device
-    local = compression.gradient_of(tensors, at, name, shape, device, compressed)
-    if local is not None and name in compressed and not compression.has_shape(compressed[name]):
+    local = compression.gradient_of(tensors, at, name, shape, device, said)
+    if local is not None and not compression.has_shape(said):
         local = _part_of(parameter, local)
     return None if local is None else with_local(parameter, local)
 
@@ -277,12 +253,13 @@ def check(
             check_generator(torch.default_generator, call.generators["cpu"])
         for row in said.get("clips", ()):
             tensor(row["coefficient"], "").reshape(())
-        compressed = compression.by_parameter(said)
-        for row in compressed.values():
+        compressed = set()
+        for row in said.get("compressed", ()):
             if row["form"] not in _FORMS or row["dtype"] not in ITEM_SIZES:
                 raise ValueError(f"{row} is no form of a gradient")
+            compressed |= {*row["names"]}
         for _, name, parameter, _ in state.parameters():
-            found = tensors.get(gradient_key(tensors, at, name))
+            found = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
             if found is None or name in compressed:
                 continue
             if found.spec.shape != tuple(parameter.shape):

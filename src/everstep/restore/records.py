@@ -18,7 +18,6 @@ from everstep.redo.replay import (
     Loaded,
     as_stored,
     check,
-    clip,
     find,
     of_rank,
 )
@@ -168,7 +167,6 @@ class Records:
         for part, table in zip(record.parts, tables, strict=True):
             fill_part(self._candidate, part, table, left, self._loader)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
-        clip(record.step, calls, tensors)
         is_whole = not ahead or record.step >= self._base_step
         comparison = self.comparison if is_whole else None
         return Loaded(record.step, tuple(calls), tensors, united.groups, comparison)
