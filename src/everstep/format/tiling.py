@@ -1,7 +1,8 @@
 """Whether boxes tile a tensor: where two of them meet, and where there is none.
 
-A region is cut into slabs along one dim, wherever a box begins or ends in it, and each slab is
-looked at in the dims that are left. Boxes in a row, which nearly all layouts are, need no search.
+A tensor is cut into slabs along one dim, wherever a box begins or ends in it, and each slab in the
+next dim, as long as boxes do not reach through all that is left. Boxes in a row, which nearly all
+layouts are, need no search.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,8 +12,7 @@ from math import prod
 
 from everstep.format.boxes import Box
 
-_Span = tuple[tuple[int, ...], tuple[int, ...]]  # starts, ends
-_Item = tuple[int, tuple[int, ...], tuple[int, ...]]  # index of a box, its starts, its ends
+_Item = tuple[int, Box]  # its index
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,8 @@ def find_flaw(shape: tuple[int, ...], boxes: Sequence[Box], *, holes: bool = Tru
     count = _extent_of_row(shape, boxes) if boxes else None
     if count is not None and (not holes or count == prod(shape)):
         return None
-    return _search(((0,) * len(shape), shape), _items(boxes), holes)
-
-
-def _items(boxes: Sequence[Box]) -> list[_Item]:
-    return [
-        (
-            index,
-            box.offsets,
-            tuple([at + n for at, n in zip(box.offsets, box.lengths, strict=True)]),
-        )
-        for index, box in enumerate(boxes)
-        if 0 not in box.lengths
-    ]
+    items = [(index, box) for index, box in enumerate(boxes) if box.count]
+    return _search(Box((), ()), shape, items, holes and 0 not in shape)
 
 
 def _extent_of_row(shape: tuple[int, ...], boxes: Sequence[Box]) -> int | None:
@@ -65,52 +54,30 @@ def _extent_of_row(shape: tuple[int, ...], boxes: Sequence[Box]) -> int | None:
     return count
 
 
-def _search(region: _Span, items: list[_Item], holes: bool) -> Flaw | None:
-    """The first flaw of `items` in `region`, inside of which they lie."""
-    if not items:
-        return Flaw(_box(region)) if holes and 0 not in _box(region).lengths else None
-    if len(items) == 1 and not (holes and items[0][1:] != region):
+def _search(cut: Box, shape: tuple[int, ...], items: list[_Item], holes: bool) -> Flaw | None:
+    """The first flaw in a part of a tensor: the box `cut` in its first dims, in which `items` are
+    all there is, and all of the others."""
+    dim = len(cut.lengths)
+    rest = shape[dim:]
+    if len(items) < 2 and not (holes and [box.lengths[dim:] for _, box in items] != [rest]):
         return None
-    cuts = [
-        sorted({*bounds, *(item[1][dim] for item in items), *(item[2][dim] for item in items)})
-        for dim, bounds in enumerate(zip(*region, strict=True))
-    ]
-    divided = [dim for dim, found in enumerate(cuts) if len(found) > 2]
-    if not divided:  # all of them are the region
-        return Flaw(_box(region), tuple(sorted((items[0][0], items[1][0]))))
-    dim = min(divided, key=lambda dim: _crossings(items, dim, cuts[dim]))
-    for start, end, slab in _slabs(items, dim, cuts[dim]):
-        if flaw := _search(_within(region, dim, start, end), slab, holes):
+    if not items or not rest:
+        members = tuple(sorted(index for index, _ in items[:2]))
+        return Flaw(Box(cut.offsets + (0,) * len(rest), cut.lengths + rest), members)
+    for start, end, there in _slabs(items, dim, shape[dim]):
+        slab = Box((*cut.offsets, start), (*cut.lengths, end - start))
+        if flaw := _search(slab, shape, there, holes):
             return flaw
     return None
 
 
-def _crossings(items: list[_Item], dim: int, cuts: list[int]) -> int:
-    """In how many slabs between these cuts the items lie, all told."""
-    numbers = {cut: number for number, cut in enumerate(cuts)}
-    return sum(numbers[ends[dim]] - numbers[starts[dim]] for _, starts, ends in items)
-
-
-def _slabs(items: list[_Item], dim: int, cuts: list[int]) -> Iterator[tuple[int, int, list[_Item]]]:
-    """(start, end, the items there, cut to it) of each slab between two cuts."""
-    waiting = sorted(items, key=lambda item: item[1][dim], reverse=True)
+def _slabs(items: list[_Item], dim: int, length: int) -> Iterator[tuple[int, int, list[_Item]]]:
+    """(start, end, what is there) of each slab between two cuts."""
+    waiting = sorted(items, key=lambda item: item[1].offsets[dim], reverse=True)
+    ends = (box.offsets[dim] + box.lengths[dim] for _, box in items)
     active: list[_Item] = []
-    for start, end in pairwise(cuts):
-        active = [item for item in active if item[2][dim] > start]
-        while waiting and waiting[-1][1][dim] == start:
+    for start, end in pairwise(sorted({0, length, *(box.offsets[dim] for _, box in items), *ends})):
+        active = [row for row in active if row[1].offsets[dim] + row[1].lengths[dim] > start]
+        while waiting and waiting[-1][1].offsets[dim] == start:
             active.append(waiting.pop())
-        yield (
-            start,
-            end,
-            [(item[0], *_within((item[1], item[2]), dim, start, end)) for item in active],
-        )
-
-
-def _within(span: _Span, dim: int, start: int, end: int) -> _Span:
-    starts, ends = span
-    return (*starts[:dim], start, *starts[dim + 1 :]), (*ends[:dim], end, *ends[dim + 1 :])
-
-
-def _box(span: _Span) -> Box:
-    starts, ends = span
-    return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
+        yield start, end, active
