@@ -102,7 +102,7 @@ class Trainer:
     turn: int = 0
 
     def __post_init__(self) -> None:
-        self.layout = lay_out(self.specs, self.still)
+        self.layout = lay_out(self.specs, dict.fromkeys(self.still, 1))
         self.table = encode_table(self.layout, self.aliases, {}, {})
         self.arena = Arena.create(self.slots, 64 << 10, self.layout.size)
         self.writer = Writer(self.disk, self.keep, self.epoch, self.parent)

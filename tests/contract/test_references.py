@@ -253,6 +253,41 @@ def test_layers_that_are_frozen_in_the_midst_of_training(local):
     check_restores(local, weights, lambda: state)
 
 
+def frozen_stack():
+    """Sixteen frozen layers and a small trained one."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 256).requires_grad_(False) for _ in range(16)]
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(256, 4))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("strategy", ["full", "log"])
+def test_a_layer_that_thaws_costs_itself_and_its_neighbours_in_a_file(local, strategy):
+    state, written, weights = frozen_stack(), [], {}
+    with everstep.Checkpointer(local, state, strategy=strategy) as checkpointer:
+        for step in range(1, 8):
+            if step == 4:
+                thawed = state["model"][15].requires_grad_(True)
+                state["optimizer"].add_param_group({"params": list(thawed.parameters())})
+            train(state, step)
+            handle = checkpointer.step(step)
+            handle.wait(timeout=60)
+            written.append(handle.bytes)
+            weights[step] = tensors_of(state)
+    [part] = Store(local).manifest(1).parts
+    largest = max(pack.size for pack in part.packs)
+    layer = 256 * 257 * 4
+    assert len(part.packs) > 5
+    assert largest < 4.5 * layer
+    assert written[3] < largest + 4 * layer  # the layer itself, with its moments
+    assert max(written[1:3] + written[4:]) < 4 * layer
+    end_keeper(local)
+    check_restores(local, {step: weights[step] for step in (1, 3)}, frozen_stack)
+    state["model"].load_state_dict(weights[1])
+    check_restores(local, {step: weights[step] for step in (4, 7)}, lambda: state)
+
+
 def digest(state):
     found = hashlib.sha256()
     for tensor in state["model"].state_dict().values():

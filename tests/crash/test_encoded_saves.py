@@ -28,7 +28,7 @@ SPECS = (
 
 def trainer_of(disk: Disk, **options: object) -> Trainer:
     found = Trainer(disk, specs=SPECS, **options)
-    found.layout = lay_out(SPECS, {"frozen"})
+    found.layout = lay_out(SPECS, {"frozen": 1})
     found.table = encode_table(found.layout, {}, {}, {})
     found.arena = stores.Arena.create(found.slots, 64 << 10, found.layout.size)
     return found

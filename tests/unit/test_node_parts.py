@@ -189,7 +189,7 @@ def test_packs_of_earlier_steps_are_counted_over_all_nodes():
     for node, steps in enumerate([{1: 4}, {}, {1: 4, 2: 3}]):
         specs = [Spec(f"{name}{node}", "float32", (2,)) for name in "abc"]
         turns = {f"b{node}": 1, f"c{node}": 2} if steps else {}
-        layout = lay_out(specs, (), turns)
+        layout = lay_out(specs, {}, turns)
         table = encode_table(layout, {}, {}, {})
         links = tuple(FileLink(f"data/{node}-{i}", p.size) for i, p in enumerate(layout.packs))
         digests = ("1" * 32,) * layout.digest_count

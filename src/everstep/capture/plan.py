@@ -1,10 +1,12 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections.abc import Container, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 from weakref import ref
+from zlib import crc32
 
 from torch.nn import Parameter
 
@@ -32,6 +34,10 @@ class Plan:
 
 STILL_BYTES_MIN = 64 << 10
 """For less a file of its own costs more than it saves."""
+STILL_GROUPS = 8
+"""Files of frozen layers, from STILL_GROUPS * STILL_BYTES_MIN bytes on: who thaws one layer has as
+many parts of the others written anew. Each is looked up at each save."""
+_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Still:
@@ -48,7 +54,7 @@ class Still:
         self._told: dict[str, bool] = {}
         """What was taken for still, and was not, is not tried again."""
         self._news = 0
-        self._last: tuple[ref[Walk], int, frozenset[str]] | None = None
+        self._last: tuple[ref[Walk], int, Mapping[str, int]] | None = None
 
     def hear(self, seen: Mapping[str, bool]) -> None:
         """The keeper has compared these entries with those of the state before: whether they are
@@ -57,19 +63,32 @@ class Still:
             self._told[name] = is_still and self._told.get(name, True)
         self._news += 1
 
-    def look(self, walk: Walk) -> frozenset[str]:
-        """Return which of these leaves are still, by their entries."""
+    def look(self, walk: Walk) -> Mapping[str, int]:
+        """Return which of these leaves are still, by their entries, and in which group: of layers
+        that are frozen, or 1 of what else is. What leaves a group, or joins it, has that written
+        anew."""
         news = self._news
         if self._last and self._last[0]() is walk and self._last[1] == news:
             return self._last[2]
         sizes = {leaf.entry: leaf.tensor.nbytes for leaf in walk.leaves if self._is_still(leaf)}
-        found = frozenset(sizes if sum(sizes.values()) >= STILL_BYTES_MIN else ())
+        size = sum(sizes.values())
+        groups = STILL_GROUPS if size >= STILL_GROUPS * STILL_BYTES_MIN else 1
+        found = {
+            entry: 1 if entry in self._told else 2 + crc32(_layer_of(entry)) % groups
+            for entry in (sizes if size >= STILL_BYTES_MIN else ())
+        }
         self._last = ref(walk), news, found
         return found
 
     def _is_still(self, leaf: Leaf) -> bool:
         is_frozen = leaf.owner is None and isinstance(leaf.tensor, Parameter)
         return self._told.get(leaf.entry, is_frozen and not leaf.tensor.requires_grad)
+
+
+def _layer_of(entry: str) -> bytes:
+    """What it is of: "model.blocks.3" of "model.blocks.3.mlp.weight"."""
+    found = _LAYER.match(entry)
+    return (found[1] if found else entry).encode()
 
 
 class Planner:
@@ -88,7 +107,7 @@ class Planner:
         """The plan for this state; the same object as the last one where nothing differs. `turns`:
         of its tensors, by name (Thinned)."""
         walk = collected.walk
-        still = self._look.look(walk) if self._look else frozenset[str]()
+        still = self._look.look(walk) if self._look else {}
         beside = tuple(leaf.spec for leaf in collected.loose), collected.aliases, still, turns
         known = self._known
         if self._plan and known and known[0]() is walk and known[1] == beside:
@@ -113,7 +132,7 @@ def _make(
     leaves: Sequence[Leaf],
     aliases: Mapping[str, list[str]],
     optimizers: Mapping[str, Any],
-    still: Container[str],
+    still: Mapping[str, int],
     turns: Mapping[str, int],
 ) -> Plan:
     specs = [leaf.spec for leaf in leaves]

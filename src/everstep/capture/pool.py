@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from everstep.capture.plan import Plan
+from everstep.capture.plan import STILL_GROUPS, Plan
 from everstep.errors import Unavailable
 from everstep.format.packs import PAGE_BYTES, round_up
 from everstep.keeper.arena import SUBMITTED, Arena, SlotState
@@ -23,8 +23,8 @@ SLOTS = 3
 SLOTS_MIN = 2
 """So that one good copy is whole while the next one is made."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
-_STILL_SLACK_BYTES = 2 * PAGE_BYTES
-"""In each image, for a pack more: what is seen not to change gets one of its own (still.py)."""
+_STILL_SLACK_BYTES = 4 * STILL_GROUPS * PAGE_BYTES
+"""In each image, for packs more: what is seen not to change gets its own (still.py)."""
 _DOCUMENT_SLACK_BYTES = 1 << 20
 _LOOK_S = 0.2
 

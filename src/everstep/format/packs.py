@@ -16,7 +16,7 @@ tensors that are saved in turn, by their turns; the manifest names the file of t
 """
 
 import json
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -187,12 +187,12 @@ def pack_starts(sizes: Iterable[int]) -> list[int]:
 
 def lay_out(
     specs: Sequence[Spec],
-    still: Container[str] = (),
+    still: Mapping[str, int] = MappingProxyType({}),
     turns: Mapping[str, int] = MappingProxyType({}),
 ) -> Layout:
-    """Place every tensor, or its box, into packs; those whose entries are `still`, and those of
-    each of the `turns` (from 1 on), into packs of their own. Pure and deterministic: same specs,
-    same bytes.
+    """Place every tensor, or its box, into packs; those whose entries are `still`, by groups, and
+    those of each of the `turns` (both from 1 on), into packs of their own. Pure and deterministic:
+    same specs, same bytes.
 
     Raises Unsupported for names that cannot stand in a safetensors header.
     """
@@ -219,17 +219,17 @@ def lay_out(
 
 
 def _members(
-    specs: Sequence[Spec], still: Container[str], turns: Mapping[str, int]
+    specs: Sequence[Spec], still: Mapping[str, int], turns: Mapping[str, int]
 ) -> Iterator[tuple[tuple[bool, int], list[int]]]:
     """Which specs lie in each pack, whether it is a still one, and its turn."""
-    groups: dict[tuple[bool, int], list[int]] = {}
+    groups: dict[tuple[int, int], list[int]] = {}
     for i in sorted(range(len(specs)), key=lambda i: _rank(specs[i])):
         entry = specs[i].entry
-        turn = 0 if entry in still else turns.get(entry, 0)
-        groups.setdefault((turn > 0 or entry in still, turn), []).append(i)
-    for kind, group in sorted(groups.items()):
-        for first in range(0, len(group), ENTRIES_PER_PACK_MAX):
-            yield kind, group[first : first + ENTRIES_PER_PACK_MAX]
+        group = still.get(entry, 0)
+        groups.setdefault((0 if group else turns.get(entry, 0), group), []).append(i)
+    for (turn, group), members in sorted(groups.items()):
+        for first in range(0, len(members), ENTRIES_PER_PACK_MAX):
+            yield (turn + group > 0, turn), members[first : first + ENTRIES_PER_PACK_MAX]
 
 
 def _check_names(specs: Sequence[Spec]) -> None:

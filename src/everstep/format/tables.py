@@ -208,11 +208,14 @@ def raw_name(at: str, parameter: str) -> str:
     return f"{at}!.{parameter}"
 
 
-def still_names(table: Table) -> Iterator[str]:
-    """The tensors that seem not to change (packs.py)."""
-    for name, entry in table.tensors.items():
-        if any(table.packs[piece.pack].still for piece in entry.pieces):
-            yield name
+def still_groups(table: Table) -> dict[str, int]:
+    """The tensors that seem not to change, by the groups in which they lie (packs.lay_out)."""
+    return {
+        name: 1 + piece.pack
+        for name, entry in table.tensors.items()
+        for piece in entry.pieces
+        if table.packs[piece.pack].still
+    }
 
 
 def extents(table: Table) -> list[Extent]:

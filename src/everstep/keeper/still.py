@@ -19,7 +19,7 @@ from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
-_KNOWN_MAX = 64
+_KNOWN_MAX = 512
 _TABLES_MAX = 16
 _SHARE_MIN = 1 / 16
 """Of a part's bytes: where so many more do not change, tensors are laid out anew."""

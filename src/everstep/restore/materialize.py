@@ -14,7 +14,7 @@ from everstep.errors import Conflict, Corrupt, Missing, Unsupported
 from everstep.format.global_tensors import optimizers_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import ALIGNED_FROM_BYTES, Layout, lay_out
-from everstep.format.tables import encode_table, still_names
+from everstep.format.tables import encode_table, still_groups
 from everstep.keeper.data import Data, Image, Segment, parse
 from everstep.keeper.writer import Writer
 from everstep.restore.chain import Chain
@@ -72,7 +72,7 @@ def described(chain: Chain, tensors: Mapping[str, torch.Tensor]) -> tuple[Layout
     says so."""
     saved = chain.saved(chain.optimized).tensors.values()
     entries = {entry.spec.name: entry for entry in saved}
-    still = {name for table in chain.base.tables for name in still_names(table)}
+    still = {name: n for table in chain.base.tables for name, n in still_groups(table).items()}
     layout = lay_out([Leaf(key, tensor).spec for key, tensor in tensors.items()], still)
     on = {key: entries[key].device if key in entries else "cpu" for key in tensors}
     aliases = {
