@@ -13,7 +13,7 @@ plain model in fp32, DDP, FSDP2 or another stage or number of ranks takes the sa
 restore(only=["model", "optimizer"]).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from everstep.sharding.mapped import Layout, Shard
 from everstep.sharding.redundancy import OptimizerProxy
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
-_Run = tuple[nn.Parameter, int, int, int]
-"""A parameter in a partition: its first element there, where that lies, how many there are."""
+_Run = tuple[torch.Tensor, nn.Parameter, int, int, int]
+"""A partition of this rank, and a parameter: its first element there, where that lies, how many
+there are."""
 
 
 def parts(
@@ -48,13 +49,13 @@ def parts(
     module: nn.Module = engine.module
     names = {id(p): f"{model}.{canonical(name)}" for name, p in module.named_parameters()}
     shards: dict[int, list[Shard]] = {}
-    for flat, runs in zero.partitions():
+    for flat, parameter, start, at, count in zero.partitions():
         found = shards.setdefault(id(flat), [])
-        for parameter, start, at, count in runs:
+        shards[id(parameter)] = []  # its own memory follows from that
+        if count > 0:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             memory = flat.detach()[at : at + count]
             found += Shard.flat(names[id(parameter)], shape, start, memory)
-            shards[id(parameter)] = []  # its own memory follows from that
 
     def layout(name: str, tensor: torch.Tensor) -> Sequence[Shard] | None:
         return shards.get(id(tensor))
@@ -70,23 +71,17 @@ class _Zero12:
         groups = zero.optimizer.param_groups  # in its steps it has one of them at a time
         self.optimizer = OptimizerProxy(zero.optimizer, [group["params"] for group in groups])
 
-    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
-        """The partitions of this rank, and what is in each."""
-        zero, found = self._zero, []
+    def partitions(self) -> Iterator[_Run]:
+        """What is in each of this rank."""
+        zero = self._zero
         for group, flat in enumerate(zero.single_partition_of_fp32_groups):
             first = dist.get_rank(zero.real_dp_process_group[group]) * flat.numel()
-            runs: list[_Run] = []
+            parameters = zero.round_robin_bit16_groups[group]
             offsets = zero.round_robin_bit16_offsets[group]
-            for parameter, offset in zip(
-                zero.round_robin_bit16_groups[group], offsets, strict=True
-            ):
+            for parameter, offset in zip(parameters, offsets, strict=True):
                 begin = max(first, offset)
-                end = max(begin, min(first + flat.numel(), offset + parameter.numel()))
-                is_here = end > begin
-                start = begin - offset if is_here else 0
-                runs.append((parameter, start, begin - first if is_here else 0, end - begin))
-            found.append((flat, runs))
-        return found
+                end = min(first + flat.numel(), offset + parameter.numel())
+                yield flat, parameter, begin - offset, begin - first, end - begin
 
     def refresh(self) -> None:
         """Make the module's parameters what the partitions are now. All ranks have to."""
@@ -123,20 +118,16 @@ class _Zero3:
             members[zero.sub_group_to_group_id[number]].append(flat)
         self.optimizer = OptimizerProxy(zero.optimizer, members)
 
-    def partitions(self) -> list[tuple[torch.Tensor, list[_Run]]]:
-        zero, found = self._zero, []
+    def partitions(self) -> Iterator[_Run]:
+        zero = self._zero
         for number, flat in enumerate(zero.fp32_partitioned_groups_flat):
             rank = zero._get_sub_group_partition_rank(number)
-            runs: list[_Run] = []
             at = 0
             for parameter in zero.fp16_groups[number]:
                 size = parameter.ds_tensor.ds_numel
-                start = min(rank * size, parameter.ds_numel)
-                count = min(size, parameter.ds_numel - start)
-                runs.append((parameter, start if count else 0, at, count))
+                start = rank * size
+                yield flat, parameter, start, at, min(size, parameter.ds_numel - start)
                 at += size
-            found.append((flat, runs))
-        return found
 
     def refresh(self) -> None:
         zero = self._zero

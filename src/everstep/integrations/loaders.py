@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from everstep.errors import Unsupported
+from everstep.state.stateful import python_state_of
 
 
 class LoaderPosition:
@@ -151,8 +152,7 @@ def generators_of(loader: Any) -> dict[str, Any]:
 
 def set_generators(loader: Any, generators: dict[str, Any]) -> None:
     """Put them back to where they were."""
-    version, words, gauss = generators["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate(python_state_of(generators))
     np.random.set_state(generators["numpy"])
     torch.set_rng_state(generators["torch"])
     for generator, state in zip(_own(loader), generators["own"], strict=True):

@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from everstep.state.stateful import python_state_of
+
 RNG = "rng"
 
 
@@ -34,8 +36,7 @@ def plain(said: Any) -> Any:
     """What random.setstate() and numpy.random.set_state() take."""
     if not isinstance(said, dict) or "python" not in said:
         return said
-    version, words, gauss = said["python"]
-    found = said | {"python": (version, tuple(words.tolist()), gauss)}
+    found = said | {"python": python_state_of(said)}
     if "numpy" in said:
         kind, own, *rest = said["numpy"]
         found["numpy"] = (kind, own.tolist(), *rest)

@@ -296,7 +296,7 @@ class GlobalGenerators(GeneratorState):
     def _check(self, state: Any) -> None:
         if not isinstance(state, dict):
             raise TypeError(f"{state!r} has no generators")
-        check_generator(random.Random(0), _python_state_of(state))
+        check_generator(random.Random(0), python_state_of(state))
         check_generator(torch.default_generator, state["torch"])
         if "numpy" in state:
             check_generator(np.random.RandomState(0), state["numpy"])
@@ -310,7 +310,7 @@ class GlobalGenerators(GeneratorState):
         np.random.seed(seed % (1 << 32))
 
     def _set(self, state: dict[str, Any]) -> None:
-        random.setstate(_python_state_of(state))
+        random.setstate(python_state_of(state))
         torch.set_rng_state(state["torch"])
         if "numpy" in state:
             np.random.set_state(state["numpy"])
@@ -318,7 +318,8 @@ class GlobalGenerators(GeneratorState):
             set_on_gpus(state["cuda"], state.get("cuda_current"))
 
 
-def _python_state_of(state: dict[str, Any]) -> Any:
+def python_state_of(state: dict[str, Any]) -> Any:
+    """As random.setstate() takes it."""
     version, words, gauss = state["python"]
     return version, tuple(words.tolist()), gauss
 
