@@ -20,6 +20,7 @@ Invariants:
 """
 
 import dataclasses
+import inspect
 import io
 import logging
 import os
@@ -29,7 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -107,18 +108,6 @@ def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
     store, at, step = text.rpartition("@")
     is_step = step.isdecimal() or parse_checkpoint(step) is not None
     return (store, step) if at and store and is_step else (text, None)
-
-
-_OF_FILES = {
-    "single_file_per_rank",
-    "sync_files",
-    "thread_count",
-    "per_thread_copy_ahead",
-    "cache_staged_state_dict",
-    "overwrite",
-    "serialization_format",
-}
-"""Options of DCP's own FileSystemWriter: how it writes its files."""
 
 
 class _Storage:
@@ -203,7 +192,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         and for those that would transform what is stored (`_extensions`)."""
         if of_files.pop("_extensions", None):
             raise TypeError("StorageWriter transforms nothing: leave _extensions out")
-        if unknown := sorted(of_files.keys() - _OF_FILES):
+        if unknown := sorted(of_files.keys() - inspect.signature(FileSystemWriter).parameters):
             raise TypeError(f"StorageWriter has no option {unknown[0]!r}")
         super().__init__(path, step)
         self._keep = keep

@@ -15,29 +15,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.storage import _dtype_to_storage_type_map
 
 from everstep.errors import Corrupt, Unavailable, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.pickles import Global, Inert, Settler, read_pickle
 from everstep.interchange.tensors import Found, Storage, Stretch, view_of
+from everstep.sharding.leaves import dtype_name
 
 PICKLE_BYTES_MAX = 1 << 28
 _DIRECTORY_BYTES_MAX = 1 << 26
 _LOCAL = struct.Struct("<4s5H3I2H")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
 STORAGES: dict[str, Any] = {
-    "float64": torch.DoubleStorage,
-    "float32": torch.FloatStorage,
-    "float16": torch.HalfStorage,
-    "bfloat16": torch.BFloat16Storage,
-    "int64": torch.LongStorage,
-    "int32": torch.IntStorage,
-    "int16": torch.ShortStorage,
-    "int8": torch.CharStorage,
-    "uint8": torch.ByteStorage,
-    "bool": torch.BoolStorage,
-    "complex128": torch.ComplexDoubleStorage,
-    "complex64": torch.ComplexFloatStorage,
+    dtype_name(dtype): getattr(torch, kind)
+    for dtype, kind in _dtype_to_storage_type_map().items()
+    if dtype_name(dtype) in ITEM_SIZES
 }
 """What a pickle calls the storage of a dtype; of others there are bytes alone."""
 _DTYPES = {kind.__name__: dtype for dtype, kind in STORAGES.items()} | {"UntypedStorage": None}

@@ -36,7 +36,8 @@ def read_trainer(folder: Path, part: str) -> Saved:
         "scheduler": _file(folder / "scheduler.pt"),
         "scaler": _file(folder / "scaler.pt"),
     }
-    generators = [_of_trainer(each) for each in _by_rank(folder, "rng_state", ".pth")]
+    states = _by_rank(folder, "rng_state", ".pth")
+    generators = [global_generators(each, ("python", "numpy", "cpu", "cuda")) for each in states]
     tree["trainer"] = _trainer(state, generators[0]) if generators else None
     tree = {name: each for name, each in tree.items() if each}
     orders = _orders_of_trainer(folder) if "optimizer" in tree else None
@@ -118,7 +119,8 @@ def read_accelerate(folder: Path, part: str) -> Saved:
     if type(states[0].get("step")) is int:
         tree["accelerator"] = {"step": states[0]["step"], "sync_gradients": True}
     orders: list[list[str]] | None = None if (folder / "pytorch_model.bin").is_file() else []
-    return Saved(tree, None, orders, {"rng": [_of_accelerate(each) for each in states]})
+    names = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
+    return Saved(tree, None, orders, {"rng": [global_generators(each, names) for each in states]})
 
 
 def is_accelerate(folder: Path) -> bool:
@@ -200,13 +202,3 @@ def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:
         return [archives.load(alone)]
     count = len(list(folder.glob(f"{stem}_*{suffix}")))
     return [archives.load(folder / f"{stem}_{rank}{suffix}") for rank in range(count)]
-
-
-def _of_trainer(said: Mapping[str, Any]) -> dict[str, Any]:
-    return global_generators(said["python"], said["numpy"], said["cpu"], said.get("cuda"))
-
-
-def _of_accelerate(said: Mapping[str, Any]) -> dict[str, Any]:
-    names = ("random_state", "numpy_random_seed", "torch_manual_seed")
-    python, numpy, cpu = (said[name] for name in names)
-    return global_generators(python, numpy, cpu, said.get("torch_cuda_manual_seed"))

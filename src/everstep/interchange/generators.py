@@ -1,6 +1,7 @@
 """The global random generators' states: as everstep has them ("rng"), and as their own functions
 take them, without numpy's arrays, which torch.load refuses."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,16 +9,19 @@ import numpy as np
 from everstep.state.stateful import python_state_of
 
 RNG = "rng"
+_OWN = "python", "numpy", "torch", "cuda"
 
 
-def global_generators(python: Any, numpy: Any, cpu: Any, cuda: Any = None) -> dict[str, Any]:
-    """As everstep has them (state/stateful.py). `cuda`: None, of one GPU, or a list."""
-    version, words, gauss = python
-    found = {"python": (version, np.array(words, np.uint32), gauss), "torch": cpu}
-    if numpy is not None:
+def global_generators(said: Mapping[str, Any], names: Sequence[str] = _OWN) -> dict[str, Any]:
+    """As everstep has them (state/stateful.py). `names`: in `said` of python's, numpy's, torch's
+    and CUDA's: a list, or of one GPU; None of what there is not."""
+    of_python, of_numpy, of_torch, of_cuda = names
+    version, words, gauss = said[of_python]
+    found = {"python": (version, np.array(words, np.uint32), gauss), "torch": said[of_torch]}
+    if (numpy := said.get(of_numpy)) is not None:
         kind, own, *rest = numpy
         found["numpy"] = (kind, np.array(own, np.uint32), *rest)
-    if isinstance(cuda, list):
+    if isinstance(cuda := said.get(of_cuda), list):
         found["cuda"] = cuda
     elif cuda is not None:
         found |= {"cuda": [cuda], "cuda_current": 0}
@@ -28,8 +32,7 @@ def taken(said: Any) -> Any:
     """What everstep has of what `plain` made."""
     if not isinstance(said, dict) or not {"python", "torch"} <= said.keys():
         return said
-    found = global_generators(said["python"], said.get("numpy"), said["torch"], said.get("cuda"))
-    return found | {key: each for key, each in said.items() if key not in found}
+    return said | global_generators(said)
 
 
 def plain(said: Any) -> Any:

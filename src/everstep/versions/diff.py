@@ -16,6 +16,7 @@ from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import CHUNK_BYTES
 from everstep.restore.whole import BATCH_BYTES, Whole, kind_of
+from everstep.state.objects import plain_json
 
 Progress = Callable[[int, int], None]
 _ELEMENTS = 1 << 20
@@ -53,7 +54,8 @@ class Change:
     def to_json(self) -> dict[str, Any]:
         """For programs. What is no number is a text."""
         names = "name", "elements", "changed", "norm", "norm_before", "rms", "largest"
-        return {name: _told(getattr(self, name)) for name in names}
+        found: dict[str, Any] = plain_json({n: getattr(self, n) for n in names}, self.name)
+        return found
 
 
 @dataclass(slots=True)
@@ -234,7 +236,3 @@ def _changed_objects(path: str, first: Any, second: Any) -> Iterator[dict[str, A
     for key in sorted({*first, *second}):
         below = f"{path}.{key}" if path else key
         yield from _changed_objects(below, first.get(key), second.get(key))
-
-
-def _told(value: float | str | None) -> float | str | None:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
