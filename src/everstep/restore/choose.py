@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from types import MappingProxyType
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.boxes import Box
@@ -62,8 +63,8 @@ class Candidate:
     """By id(): tables that are whole together."""
     already: Container[str] = frozenset()
     """The tensors that may be in their places: what has the right digest there is not read."""
-    near: Callable[[FileLink], Sequence[Source]] = lambda pack: ()
-    """Where a pack lies nearer than its file."""
+    near: Mapping[str, Source] = MappingProxyType({})
+    """By the paths of packs, where they lie nearer than in their files."""
 
     def describe(self, *, in_outline: bool = False) -> Chain:
         """What it is rebuilt from: the state from memory, where it is held. `in_outline`: a whole
@@ -166,7 +167,8 @@ class Candidate:
                 here: list[Source] = []
                 if self.held and index not in kept:  # of what was not due memory has nothing
                     here.append(self.held.packs[index])
-                here += self.near(pack)
+                if pack.path in self.near:
+                    here.append(self.near[pack.path])
                 if not self.held or self.held.is_committed or index in kept:
                     here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)

@@ -18,7 +18,6 @@ from dataclasses import replace
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
-from everstep.format.tables import FileLink
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.data import Data
 from everstep.keeper.encoder import Encoder
@@ -31,7 +30,6 @@ from everstep.restore.load import Loader
 from everstep.restore.materialize import described, publish, whole_manifest
 from everstep.restore.rebuild import Rebuilt
 from everstep.store import catalog, commit
-from everstep.tiers.files import Source
 from everstep.tiers.tier import Tier
 
 _DIGEST_BYTES = 64
@@ -44,8 +42,7 @@ class Replica:
     def __init__(self, disk: Tier) -> None:
         self._disk = disk
         self._loader = Loader()
-        self._candidate = Candidate(CheckpointName(0, 0), disk, near=self._near)
-        self._images: dict[str, Source] = {}
+        self._candidate = Candidate(CheckpointName(0, 0), disk)
         self._state: Rebuilt | None = None
         self._memory: Memory | None = None
         self.at: CheckpointName | None = None
@@ -63,7 +60,7 @@ class Replica:
             self._follow(name, arenas)
         except Missing:
             self._drop()
-        self._images = {}
+        self._candidate.near = {}
         every = self._state and self._state.chain.last.manifest.capture.get("base_every")
         if type(every) is not int or self._records < every:
             return False
@@ -114,7 +111,7 @@ class Replica:
             known = held.get(manifest.name)
             if known and known.manifest == manifest:  # the trainer may fill these slots at any time
                 links = (pack.path for part in manifest.all_parts for pack in part.packs)
-                self._images = dict(zip(links, known.packs, strict=True))
+                self._candidate.near = dict(zip(links, known.packs, strict=True))
             described = self._candidate.read(manifest)
             if self._state is None:
                 self._begin(described)
@@ -156,6 +153,3 @@ class Replica:
         for name, tensor in tensors.items():
             self._memory.take(name, tensor)
         return self._memory
-
-    def _near(self, pack: FileLink) -> Sequence[Source]:
-        return [self._images[pack.path]] if pack.path in self._images else []
