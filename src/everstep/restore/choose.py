@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
-from types import MappingProxyType
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.boxes import Box
@@ -63,7 +62,7 @@ class Candidate:
     """By id(): tables that are whole together."""
     already: Container[str] = frozenset()
     """The tensors that may be in their places: what has the right digest there is not read."""
-    near: Mapping[str, Source] = MappingProxyType({})
+    near: Mapping[str, Source] = field(default_factory=dict)
     """By the paths of packs, where they lie nearer than in their files."""
 
     def describe(self, *, in_outline: bool = False) -> Chain:
