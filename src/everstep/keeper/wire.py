@@ -147,7 +147,9 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]] | None:
 
 def failure(error: Exception) -> Message:
     """What a message says of an error."""
-    text = str(error) if isinstance(error, EverstepError) else f"failed with {error!r}"
+    text = (
+        str(error) if isinstance(error, EverstepError) else f"the other process failed: {error!r}"
+    )
     return {"kind": kind_of(error), "message": text[:TEXT_MAX]}
 
 

@@ -8,7 +8,7 @@ Both are arenas that the trainer made, and both map. So this process owns nothin
 the midst of a step, the next one puts back the chunk that was being changed, and goes on.
 """
 
-import importlib
+import pkgutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
 from everstep.offload.memory import Memory
-from everstep.sharding.layout import local_of, part_of, with_local
 from everstep.state.objects import decode
 from everstep.state.optimizers import install
 
@@ -65,38 +64,17 @@ def step_here(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> None:
                 parameter.copy_(master)
 
 
-def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, on the CPU or elsewhere. Raises Unsupported."""
-    assert parameter.grad is not None
-    found = part_of(parameter.grad, parameter)
-    if found is None or found.is_sparse:
-        what = "sparse" if found is not None else "not where its parameter is"
-        raise Unsupported(f"offloading an update: a gradient is {what}")
-    return found
-
-
-def shown(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """State of a parameter in its own form: of a sharded one a DTensor, where it has its shape."""
-    is_part = local.shape == local_of(parameter).shape
-    return with_local(parameter, local) if is_part else local
-
-
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
     """All of a group but its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def kind_of(name: str) -> Callable[..., Optimizer]:
+def kind_of(name: str) -> Any:
     """The class of that module and name. Raises Unsupported."""
-    module, _, attribute = name.rpartition(".")
     try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
         raise Unsupported(f"importing the optimizer {name}: {error}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise Unsupported(f"importing the optimizer {name}: it is none")
-    found: Callable[..., Optimizer] = kind
-    return found
 
 
 class Inner:

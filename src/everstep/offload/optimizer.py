@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
 from everstep.keeper.arena import Arena
-from everstep.offload.inner import gradient_of, kind_of, step_here
+from everstep.offload.inner import kind_of, step_here
 from everstep.offload.overlap import Overlap
 from everstep.offload.process import Process
-from everstep.offload.shared import Shared
+from everstep.offload.shared import Shared, gradient_of
 from everstep.sharding.layout import is_dtensor
 from everstep.sharding.redundancy import is_torchs
 from everstep.sharding.world import group_size

@@ -18,13 +18,11 @@ from everstep.offload.inner import (
     PROGRESS,
     UNDO,
     WEIGHTS,
-    gradient_of,
     has_master,
     options_of,
-    shown,
 )
 from everstep.offload.memory import Memory
-from everstep.sharding.layout import local_of
+from everstep.sharding.layout import local_of, part_of, with_local
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.sharding.topology import flushes_denormals
 from everstep.state.objects import encode
@@ -140,8 +138,12 @@ class Shared:
 
     def _view(self, index: int) -> dict[str, torch.Tensor]:
         """All state of a parameter, as its optimizer shows it."""
-        rows = ((key, self._state.tensor(f"{index}.{key}")) for key in self._keys[index])
-        return {key: shown(self._parameters[index], local) for key, local in rows}
+        parameter, found = self._parameters[index], dict[str, torch.Tensor]()
+        for key in self._keys[index]:
+            local = self._state.tensor(f"{index}.{key}")
+            is_part = local.shape == local_of(parameter).shape
+            found[key] = with_local(parameter, local) if is_part else local  # else for all of it
+        return found
 
     def _weights(self, index: int) -> torch.Tensor:
         return self._exchange.tensor(WEIGHTS.format(index))
@@ -196,6 +198,16 @@ class Shared:
             "threads": torch.get_num_threads(),
             "flushes": flushes_denormals(),
         }
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it, on the CPU or elsewhere. Raises Unsupported."""
+    assert parameter.grad is not None
+    found = part_of(parameter.grad, parameter)
+    if found is None or found.is_sparse:
+        what = "sparse" if found is not None else "not where its parameter is"
+        raise Unsupported(f"offloading an update: a gradient is {what}")
+    return found
 
 
 def _encoded(group: dict[str, Any], number: int, sink: Any) -> dict[str, Any]:
