@@ -26,8 +26,7 @@ class OptimizerArenas:
         for key, optimizer in self._optimizers():
             arena = optimizer.arena
             if arena and self._given.get(key) != arena.identity:
-                if key in self._given:
-                    self._client.release_arena(key)
+                self._client.release_arena(key)  # the one before it, if any
                 self._client.add_arena(key, Arena(os.dup(arena.fd)))
                 self._given[key] = arena.identity
 

@@ -1,7 +1,7 @@
 """The memory that an offloaded optimizer shares with the process that makes its updates: two arenas
 (inner.py), which this side makes, and fills and reads as tensors of its parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,22 +101,28 @@ class Shared:
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether all state has its place here."""
-        for index, parameter in enumerate(self._parameters):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if key not in self._keys[index]:
-                    return False
-                spec = self._state.table.tensors[f"{index}.{key}"].spec
-                if Leaf(spec.name, local_of(value)).spec != spec:
-                    return False
-        return True
+        places = self._state.table.tensors
+        return all(
+            name in places and Leaf(name, local_of(value)).spec == places[name].spec
+            for _, name, value in self._changed(optimizer)
+        )
 
     def begin(self, optimizer: Optimizer) -> None:
         """An update: what is to be done, and what has changed of the state."""
-        for index in range(len(self._parameters)):
-            self._put_state(index, optimizer)
+        for index, name, value in list(self._changed(optimizer)):
+            here, local = self._state.tensor(name), local_of(value)
+            if here.data_ptr() != local.data_ptr():
+                here.copy_(local)
+            self._views.pop(index, None)
+        lacking = []
+        for index, parameter in enumerate(self._parameters):
+            if optimizer.state.get(parameter):
+                self._show(index, optimizer)
+            else:
+                self._views.pop(index, None)
+                lacking.append(index)
         self.step = self.step % _STEPS_MAX + 1
         self._said = self._description(optimizer)
-        lacking = [index for index in range(len(self._parameters)) if index not in self._views]
         self._exchange.say({**self._said, "lacking": lacking})
 
     def put(self, indices: Sequence[int]) -> list[int]:
@@ -153,18 +159,14 @@ class Shared:
             self._views[index] = self._view(index)
             optimizer.state[self._parameters[index]] = dict(self._views[index])
 
-    def _put_state(self, index: int, optimizer: Optimizer) -> None:
-        state = optimizer.state.get(self._parameters[index], {})
-        known = self._views.get(index, {})
-        changed = {key: value for key, value in state.items() if known.get(key) is not value}
-        if changed or not state:
-            self._views.pop(index, None)
-        for key, value in changed.items():
-            here, local = self._state.tensor(f"{index}.{key}"), local_of(value)
-            if here.data_ptr() != local.data_ptr():
-                here.copy_(local)
-        if changed:
-            self._show(index, optimizer)
+    def _changed(self, optimizer: Optimizer) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """What somebody has put in place of what was shown of the state: index of the parameter,
+        name of its place here, and that."""
+        for index, parameter in enumerate(self._parameters):
+            known = self._views.get(index, {})
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if known.get(key) is not value:
+                    yield index, f"{index}.{key}", value
 
     def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
         weights, parameter = self._weights(index), local_of(parameter)
