@@ -20,7 +20,7 @@ from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.dtypes import ITEM_SIZES, carried_as
 from everstep.format.manifest import Part, check_table
-from everstep.format.merge import Merged, RankTable, merge, merge_sets, unite_tables
+from everstep.format.merge import Merged, merge, merge_sets, renumbered, unite_tables
 from everstep.format.packs import Layout, Spec, entry_name, lay_out
 from everstep.format.tables import FileLink, Table, decode_table, encode_table, extents
 from examples import examples
@@ -77,7 +77,7 @@ def part_of(spec: Spec) -> bytes:
 
 
 def merged(ranks: list[Rank], *, are_all: bool = True) -> Merged:
-    tables = [RankTable(i, rank.table, {}) for i, rank in enumerate(ranks)]
+    tables = [(f"rank {i}", rank.table) for i, rank in enumerate(ranks)]
     return merge(tables, are_all=are_all)
 
 
@@ -245,10 +245,10 @@ def test_tied_tensors():
 
 
 def test_strides_stay_where_all_ranks_have_them():
-    def rank(box: Box, strides) -> RankTable:
+    def rank(box: Box, strides) -> tuple[str, Table]:
         layout = lay_out([Spec("w", "int8", (4, 2), box)])
         table = decode_table(encode_table(layout, {}, {"w": "cuda:1"}, {}, strides), "x")
-        return RankTable(0, table, {})
+        return "rank 0", table
 
     upper, lower = Box((0, 0), (2, 2)), Box((2, 0), (2, 2))
     same = merge([rank(upper, {"w": (1, 4)}), rank(lower, {"w": (1, 4)})]).table.tensors["w"]
@@ -266,8 +266,8 @@ def test_many_shards_of_no_rows():
 
 
 def test_optimizers_are_united():
-    def rank(number: int, optimizers: dict, sets: dict) -> RankTable:
-        return RankTable(number, Rank(optimizers=optimizers).table, sets)
+    def rank(number: int, optimizers: dict, sets: dict) -> tuple[str, Table]:
+        return f"rank {number}", renumbered(Rank(optimizers=optimizers).table, sets)
 
     one = {"adam": {"groups": {"a": 0, "b": 1}, "state": {"a": ["m"], "b": ["m", "v"]}}}
     two = {

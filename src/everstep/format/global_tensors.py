@@ -150,7 +150,8 @@ def _joined(entries: Sequence[TensorEntry]) -> TensorEntry:
         return first
     pieces = tuple(piece for entry in entries for piece in entry.pieces)
     aliases = dict.fromkeys(alias for entry in entries for alias in entry.aliases)
-    return replace(first, pieces=pieces, aliases=tuple(aliases))
+    strides = first.strides if all(entry.strides == first.strides for entry in others) else None
+    return replace(first, pieces=pieces, aliases=tuple(aliases), strides=strides)
 
 
 def stored(version: Version, *, is_record: bool) -> dict[str, TensorEntry]:
@@ -166,14 +167,17 @@ def _by_all_names(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def optimizers_of(tables: Sequence[Table]) -> dict[str, Any]:
-    """The optimizers of tables that belong together: each may have parameters of its own."""
+    """The optimizers of tables that belong together: each may have parameters of its own, or some
+    state of them."""
     found: dict[str, Any] = {}
     for table in tables:
         for name, said in table.optimizers.items():
-            known = found.get(name, {"groups": {}, "state": {}})
-            found[name] = {**said, "groups": known["groups"], "state": known["state"]}
+            known = found.setdefault(name, {**said, "groups": {}, "state": {}})
             known["groups"].update(said["groups"])
-            known["state"].update(said["state"])
+            for parameter, keys in said["state"].items():
+                own = known["state"].setdefault(parameter, keys)
+                if own != keys:
+                    known["state"][parameter] = list(dict.fromkeys([*own, *keys]))
     return found
 
 

@@ -16,27 +16,31 @@ what each calls by an index of its own gets common indices.
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from everstep.errors import Mismatch, Unsupported
 from everstep.format import packs
 from everstep.format.boxes import Box
-from everstep.format.packs import Entries, PackShape, Piece, chunk_count, entry_name, in_groups
+from everstep.format.global_tensors import optimizers_of, whole_tensors
+from everstep.format.packs import (
+    Entries,
+    PackShape,
+    Piece,
+    Spec,
+    chunk_count,
+    entry_name,
+    in_groups,
+    pack_starts,
+)
 from everstep.format.tables import Table, TensorEntry, seal_table
 from everstep.format.tiling import Flaw, find_flaw
 
 _LISTED_MAX = 8
 
 
-@dataclass(frozen=True, slots=True)
-class RankTable:
-    """What one rank writes: its number (for messages), its table, and the merged index of each of
-    its hyperparameter sets by optimizer (`merge_sets`; none: they are the same)."""
-
-    rank: int
-    table: Table
-    sets: Mapping[str, Sequence[int]]
+NamedTables = Sequence[tuple[str, Table]]
+"""Tables, each of which comes with whose it is, for messages: "rank 3"."""
 
 
 class Section(NamedTuple):
@@ -73,14 +77,14 @@ class _Pack:
     kind: tuple[bool, int]
 
 
-def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
+def merge(ranks: NamedTables, *, are_all: bool = True) -> Merged:
     """Merge the tables of ranks. Deterministic: the same tables in the same order, the same bytes.
 
-    `are_all`: there are no others, on other nodes. Raises what `unite_tables` does, and Unsupported
-    where names collide.
+    `are_all`: there are no others, on other nodes. Raises what `unite_tables` and
+    `unite_optimizers` do, and Unsupported where names collide.
     """
-    tensors = unite_tables([(f"rank {each.rank}", each.table) for each in ranks], are_all=are_all)
-    packs_by_rank = _packs(ranks)
+    tensors = unite_tables(ranks, are_all=are_all)
+    packs_by_rank = _packs([table for _, table in ranks])
     files = list(_files(packs_by_rank))
     digests = _digests(packs_by_rank, len(files))
     headers: list[bytes] = []
@@ -100,8 +104,7 @@ def merge(ranks: Sequence[RankTable], *, are_all: bool = True) -> Merged:
     for name, pieces in sorted(moved.items()):
         pieces.sort(key=lambda piece: (piece.box.offsets, piece.box.lengths))
         found[name] = replace(tensors[name], pieces=tuple(pieces))
-    optimizers = merge_optimizers(ranks)
-    table = Table(tuple(shapes), found, optimizers)
+    table = Table(tuple(shapes), found, unite_optimizers(ranks))
     sections = tuple(tuple(p.section for p in file if p.section.size) for file in files)
     return Merged(seal_table(table), table, tuple(headers), sections)
 
@@ -136,55 +139,50 @@ def merge_sets(ranks: Sequence[Sets]) -> tuple[dict[str, list[Any]], list[dict[s
     return merged, indices
 
 
-def merge_optimizers(ranks: Sequence[RankTable]) -> dict[str, dict[str, Any]]:
-    """The `optimizers` of a merged table. Raises Mismatch where two ranks have one parameter in
+def renumbered(table: Table, sets: Mapping[str, Sequence[int]]) -> Table:
+    """A table with the numbers that its hyperparameter sets have in the united ones (`merge_sets`),
+    by optimizer; others stay."""
+    optimizers = dict(table.optimizers)
+    for name in optimizers.keys() & sets.keys():
+        groups = {key: sets[name][index] for key, index in optimizers[name]["groups"].items()}
+        optimizers[name] = {**optimizers[name], "groups": groups}
+    return replace(table, optimizers=optimizers)
+
+
+def unite_optimizers(tables: NamedTables) -> dict[str, dict[str, Any]]:
+    """What tables say together of optimizers. Raises Mismatch where two have one parameter in
     different sets."""
-    merged: dict[str, dict[str, Any]] = {}
-    first: dict[tuple[str, str], int] = {}
-    for each in ranks:
-        rank = each.rank
-        for optimizer, table in each.table.optimizers.items():
-            found = merged.setdefault(optimizer, {**table, "groups": {}, "state": {}})
-            new = each.sets.get(optimizer)
-            groups, state = found["groups"], found["state"]
-            for name, own in table["groups"].items():
-                index = own if new is None else new[own]
-                if groups.setdefault(name, index) != index:
+    first: dict[tuple[str, str], tuple[str, int]] = {}
+    for who, table in tables:
+        for optimizer, said in table.optimizers.items():
+            for name, index in said["groups"].items():
+                other, known = first.setdefault((optimizer, name), (who, index))
+                if known != index:
                     raise Mismatch(
                         f"merging the optimizers of all ranks: in {optimizer!r} the parameter "
-                        f"{name!r} has other hyperparameters on rank {rank} (set {index}) than on "
-                        f"rank {first[optimizer, name]} (set {groups[name]}). Set them alike"
+                        f"{name!r} has other hyperparameters on {who} (set {index}) than on "
+                        f"{other} (set {known}). Set them alike"
                     )
-                first.setdefault((optimizer, name), rank)
-            for name, keys in table["state"].items():
-                known = state.get(name)
-                if known != keys:
-                    state[name] = list(dict.fromkeys([*(known or ()), *keys]))
-    return merged
+    return optimizers_of([table for _, table in tables])
 
 
-def unite_tables(tables: Sequence[tuple[str, Table]], *, are_all: bool) -> dict[str, TensorEntry]:
-    """What tables, each of which comes with whose it is, say together of each tensor; the pieces
-    are those of the first that has it.
+def unite_tables(tables: NamedTables, *, are_all: bool) -> dict[str, TensorEntry]:
+    """What tables say together of each tensor.
 
     Raises Mismatch where they disagree about a tensor, have the same elements, or, if these
     `are_all`, not each element: with its name, the boxes, and the elements.
     """
-    united = _agreed_on(tables)
-    boxes: dict[str, list[tuple[Box, str]]] = {}
-    for who, table in tables:
-        for name, own in table.tensors.items():
-            boxes.setdefault(name, []).extend((piece.box, who) for piece in own.pieces)
+    _check_specs(tables)
+    united = whole_tensors([table for _, table in tables])
     for name, entry in united.items():
-        rows = boxes[name]
-        if flaw := find_flaw(entry.spec.shape, [box for box, _ in rows], holes=are_all):
-            raise _flawed(entry, flaw, rows)
+        if flaw := find_flaw(entry.spec.shape, [p.box for p in entry.pieces], holes=are_all):
+            own = ((who, table.tensors[name]) for who, table in tables if name in table.tensors)
+            raise _flawed(entry, flaw, [(piece.box, who) for who, e in own for piece in e.pieces])
     return united
 
 
-def _agreed_on(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
-    united: dict[str, TensorEntry] = {}
-    first: dict[str, str] = {}
+def _check_specs(tables: NamedTables) -> None:
+    first: dict[str, tuple[str, Spec]] = {}
     tied: dict[str, str] = {}
     for who, table in tables:
         for name, entry in table.tensors.items():
@@ -194,47 +192,34 @@ def _agreed_on(tables: Sequence[tuple[str, Table]]) -> dict[str, TensorEntry]:
                         f"merging the tensors of all ranks: {alias!r} is another name of {name!r} "
                         f"({who}) and of {tied[alias]!r}. Tie the same tensors on all ranks"
                     )
-            known = united.get(name)
-            if known is None:
-                united[name], first[name] = entry, who
-            elif known is not entry:
-                united[name] = _agreed(known, entry, first[name], who)
-    for alias in sorted(tied.keys() & united.keys()):
+            other, known = first.setdefault(name, (who, entry.spec))
+            if known != entry.spec:
+                raise _unlike(known, other, entry.spec, who)
+    for alias in sorted(tied.keys() & first.keys()):
         raise Mismatch(
-            f"merging the tensors of all ranks: {alias!r} is a tensor of its own ({first[alias]}), "
-            f"and another name of {tied[alias]!r} elsewhere. Tie the same tensors on all ranks"
+            f"merging the tensors of all ranks: {alias!r} is a tensor of its own "
+            f"({first[alias][0]}), and another name of {tied[alias]!r} elsewhere. Tie the same "
+            f"tensors on all ranks"
         )
-    return united
 
 
-def _agreed(known: TensorEntry, entry: TensorEntry, who: str, other: str) -> TensorEntry:
-    one, two = known.spec, entry.spec
-    for what, value, found in (
-        ("dtype", one.dtype, two.dtype),
-        ("global shape", one.shape, two.shape),
-    ):
-        if value != found:
-            raise Mismatch(
-                f"merging the tensors of all ranks: {one.name!r} has the {what} {value} ({who}), "
-                f"and {found} ({other}). Save it alike on all ranks, or under different names"
-            )
-    if (known.aliases, known.strides) == (entry.aliases, entry.strides):
-        return known
-    return replace(
-        known,
-        aliases=tuple(dict.fromkeys((*known.aliases, *entry.aliases))),
-        strides=known.strides if known.strides == entry.strides else None,
+def _unlike(one: Spec, who: str, two: Spec, other: str) -> Mismatch:
+    what, value, found = "dtype", str(one.dtype), str(two.dtype)
+    if value == found:
+        what, value, found = "global shape", str(one.shape), str(two.shape)
+    return Mismatch(
+        f"merging the tensors of all ranks: {one.name!r} has the {what} {value} ({who}), and "
+        f"{found} ({other}). Save it alike on all ranks, or under different names"
     )
 
 
-def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
+def _packs(tables: Sequence[Table]) -> list[_Pack]:
     """All ranks' packs. What several ranks have of no elements (a shard of more ranks than rows) is
     taken of the first: there is nothing to write twice."""
     found: list[_Pack] = []
     empty: set[tuple[str, Box]] = set()
-    for position, rank in enumerate(ranks):
-        shapes = rank.table.packs
-        starts = accumulate((shape.size for shape in shapes), initial=0)
+    for position, table in enumerate(tables):
+        starts = pack_starts(shape.size for shape in table.packs)
         own = [
             _Pack(
                 position,
@@ -243,9 +228,9 @@ def _packs(ranks: Sequence[RankTable]) -> list[_Pack]:
                 [],
                 (shape.still, shape.turn),
             )
-            for shape, start in zip(shapes, starts, strict=False)
+            for shape, start in zip(table.packs, starts, strict=True)
         ]
-        for name, entry in rank.table.tensors.items():
+        for name, entry in table.tensors.items():
             for piece in entry.pieces:
                 if piece.size or (name, piece.box) not in empty:
                     own[piece.pack].pieces.append(_Placed(entry, piece))

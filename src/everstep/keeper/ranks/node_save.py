@@ -12,7 +12,7 @@ from typing import Any
 from everstep.errors import EverstepError
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest
-from everstep.format.merge import Merged, RankTable, merge
+from everstep.format.merge import Merged, merge, renumbered
 from everstep.format.node_parts import NodePart
 from everstep.keeper.arena import Arena, Row, SlotState
 from everstep.keeper.data import Image, Parsed, gathered, parse, whole
@@ -125,7 +125,7 @@ def _merged(
     """Of so many ranks' tables; they change rarely."""
     tables = [parse(document).table for document in documents]
     rows = zip(place.ranks, tables, mapping, strict=True)
-    numbered = [RankTable(rank, table, dict(sets)) for rank, table, sets in rows]
+    numbered = [(f"rank {rank}", renumbered(table, dict(sets))) for rank, table, sets in rows]
     merged = merge(numbered, are_all=place.nodes == 1)
     return merged, Parsed.of(merged.document, merged.table)
 

@@ -38,7 +38,7 @@ from everstep.format.manifest import (
     check_table,
     encode_manifest,
 )
-from everstep.format.merge import RankTable, merge_optimizers, unite_tables
+from everstep.format.merge import renumbered, unite_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, encode_node_part
 from everstep.format.tables import Table, decode_table, seal_table
 from everstep.keeper.existing import check_same
@@ -380,20 +380,13 @@ def _united(
     """The tables, and their documents, with the numbers of the united hyperparameter sets, and the
     index of many; they change rarely. Raises Mismatch."""
     tables = [decode_table(document, "the table of a node") for document in documents]
-    rows = [
-        RankTable(node, table, dict(sets))
-        for node, (table, sets) in enumerate(zip(tables, mapping, strict=True))
-    ]
-    merge_optimizers(rows)
-    unite_tables([(f"part {node}", table) for node, table in enumerate(tables)], are_all=True)
-    found = []
-    for row, document in zip(rows, documents, strict=True):
-        table, optimizers = row.table, merge_optimizers([row])
-        if optimizers == table.optimizers:
-            found.append((table, document))
-        else:
-            again = replace(table, optimizers=optimizers)
-            found.append((again, seal_table(again)))
-    united = tuple(table for table, _ in found)
+    united = [renumbered(table, dict(sets)) for table, sets in zip(tables, mapping, strict=True)]
+    told = [(f"part {node}", table) for node, table in enumerate(united)]
+    unite_optimizers(told)
+    unite_tables(told, are_all=True)
+    sealed = (
+        document if again == table else seal_table(again)
+        for again, table, document in zip(united, tables, documents, strict=True)
+    )
     index = index_of(united) if len(united) >= INDEXED_FROM_PARTS else None
-    return united, tuple(document for _, document in found), index
+    return tuple(united), tuple(sealed), index
