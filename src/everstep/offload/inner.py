@@ -136,8 +136,8 @@ class Inner:
             value, dtype = said["tensors"][name]
             return torch.tensor(value, dtype=getattr(torch, dtype))
 
-        for group, values in zip(self._optimizer.param_groups, said["sets"], strict=True):
-            install(group, decode(values, tensor))
+        for index, values in enumerate(said["sets"]):
+            install(self._optimizer, index, decode(values, tensor))
         lacking, state = set(said["lacking"]), self._optimizer.state
         for index, master in enumerate(self._masters):
             if index in lacking:

@@ -194,8 +194,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
             own = unlike.get(name, {})
             parameter.grad = _gradient_of(record.tensors, at, name, parameter, own)
     for index, values in call.sets.items():
-        install(state.optimizer.param_groups[index], values)
-        state.prune(index, values)
+        install(state.optimizer, index, values)
     spread_hyperparameters(state.optimizer)
     gradients = [(parameter, parameter.grad) for _, _, parameter, _ in state.parameters()]
     return replace(

@@ -82,10 +82,10 @@ class World:
         """The rank, of one of several."""
         return None if self.is_alone else self.rank
 
-    def gather(self, what: str, value: Any, timeout: float = AGREE_S) -> list[Any]:
+    def gather(self, what: str, value: Any) -> list[Any]:
         """What each rank says, by rank; `value` is JSON. Blocks until all have come.
 
-        Raises Unavailable, which names the ranks that did not come within `timeout` seconds.
+        Raises Unavailable, which names the ranks that did not come within AGREE_S.
         """
         if self.is_alone:
             return [value]
@@ -99,7 +99,7 @@ class World:
                 what,
                 lambda: bool(store.check(keys)),
                 lambda: [rank for rank, key in enumerate(keys) if not store.check([key])],
-                timeout,
+                AGREE_S,
             )
             said = [json.loads(store.get(key)) for key in keys]
             if call > 1:  # all have come to this call, so all are through with the one before
@@ -155,9 +155,7 @@ class World:
             with contextlib.suppress(RuntimeError):
                 self._store.set(f"{self._prefix}/said/{what}", json.dumps(value))
 
-    def hear_all(
-        self, what: str, is_new: Callable[[Any], bool], timeout: float = AGREE_S
-    ) -> list[Any]:
+    def hear_all(self, what: str, is_new: Callable[[Any], bool], timeout: float) -> list[Any]:
         """What each rank has told under `what/rank`, once that is new on all. Blocks.
 
         Raises Unavailable, which names the ranks that have not told within `timeout` seconds.

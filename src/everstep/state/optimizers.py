@@ -83,13 +83,6 @@ class OptimizerState:
                     name = self.mapped.name_of(name, parameter)
                 yield index, name, parameter, known is not None
 
-    def prune(self, index: int, values: Mapping[str, Any]) -> None:
-        """Take out of a group what is neither in `values` nor a default of the optimizer's, as
-        torch's own load_state_dict does."""
-        group = self.optimizer.param_groups[index]
-        for key in set(group) - set(values) - set(_STRUCTURE) - set(self.optimizer.defaults):
-            del group[key]
-
     def owned(self) -> Iterator[tuple[Leaf, StateOf | None]]:
         """Its parameters, each before the tensors of its state, as far as they are here, whoever
         else may have them."""
@@ -274,7 +267,7 @@ class OptimizerState:
             for each in self.mapped.names(name, parameter):
                 if each in saved["groups"]:
                     members.setdefault(index, set()).add(saved["groups"][each])
-        for index, group in enumerate(self.optimizer.param_groups):
+        for index in range(len(self.optimizer.param_groups)):
             chosen = sorted(members.get(index, {index} if index < len(sets) else ()))
             if len({repr(sets[number]) for number in chosen}) > 1:
                 placement.problems.append(
@@ -285,10 +278,8 @@ class OptimizerState:
                 values = {key: placement.decode(value) for key, value in sets[chosen[0]].items()}
                 if not values.keys().isdisjoint(_STRUCTURE):
                     raise ValueError(f"{_STRUCTURE} are no hyperparameters")
-                placement.then(partial(install, group, values))
-                placement.then(partial(self.prune, index, values))
-        spread = partial(spread_hyperparameters, self.optimizer)
-        placement.then(spread)
+                placement.then(partial(install, self.optimizer, index, values))
+        placement.then(partial(spread_hyperparameters, self.optimizer))
 
     def _prepare_state(
         self,
@@ -479,8 +470,13 @@ def _counts_on_device(hyperparameters: Mapping[str, Any]) -> bool:
     return any(hyperparameters.get(key) for key in ("capturable", "fused"))
 
 
-def install(group: dict[str, Any], values: dict[str, Any]) -> None:
-    """Set a group's hyperparameters. A tensor keeps its object, which a captured graph may hold."""
+def install(optimizer: Optimizer, index: int, values: dict[str, Any]) -> None:
+    """Set a group's hyperparameters; what is neither among them nor a default of the optimizer's
+    goes, as in torch's own load_state_dict. A tensor keeps its object, which a captured graph may
+    hold."""
+    group = optimizer.param_groups[index]
+    for key in set(group) - set(values) - set(_STRUCTURE) - set(optimizer.defaults):
+        del group[key]
     for key, value in values.items():
         live = group.get(key)
         if (
