@@ -19,7 +19,6 @@ from everstep import Checkpointer, Mismatch, Unsupported
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.state.optimizers import _counts_on_device, _device
-from everstep.state.placement import Saved
 
 ALL = {
     name: kind
@@ -184,13 +183,10 @@ def test_state_appears_disappears_and_is_replaced(store):
     ],
 )
 def test_state_goes_where_its_parameter_is(parameter, state, is_counter, expected):
-    tensors = {
-        "p": TensorEntry(Spec("p", "float32", (2,)), (), device=parameter),
-        "o.p.s": TensorEntry(Spec("o.p.s", "float32", (2,)), (), device=state),
-    }
-    saved = Saved(tensors, {}, {}, {})
-    assert _device(saved, "o.p.s", "p", torch.device("meta"), is_counter).type == expected
-    assert _device(saved, "o.p.s", "p", torch.device("cpu"), is_counter).type == "cpu"
+    owner = TensorEntry(Spec("p", "float32", (2,)), (), device=parameter)
+    entry = TensorEntry(Spec("o.p.s", "float32", (2,)), (), device=state)
+    assert _device(entry, owner, torch.device("meta"), is_counter).type == expected
+    assert _device(entry, owner, torch.device("cpu"), is_counter).type == "cpu"
 
 
 def test_steps_are_counted_where_torch_wants_them():

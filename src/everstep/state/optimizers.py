@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import Mismatch, Unsupported
+from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
 from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
@@ -227,9 +228,7 @@ class OptimizerState:
             placement.problems.append(
                 f"missing: the checkpoint's {self.name} does not have {name!r}"
             )
-        for name in saved["groups"]:
-            problem = f"missing: the state's {self.name} does not have {name!r}"
-            placement.offer(f"{self.name}: {name}", problem, taken=name in known)
+        placement.optimized.update((self.name, name) for name in known)
         for _, name, parameter, is_named in self.parameters():
             if not is_named:
                 placement.into(name, parameter)
@@ -341,15 +340,17 @@ class OptimizerState:
                 placement.problems.append(problem)
                 continue
             first = names[0]
+            entry, owner = placement.saved.tensors[full[first]], placement.saved.tensors.get(first)
             is_counter = key == "step" and not _counts_on_device(sets[saved["groups"][first]])
-            device = _device(placement.saved, full[first], first, parameter.device, is_counter)
+            device = _device(entry, owner, parameter.device, is_counter)
             if self.mapped.split(parameter) is None:
-                is_like = is_dtensor(parameter) or _lay_alike(placement.saved, full[first], first)
+                # It has the strides of its parameter of today, if it had those of that of then.
+                is_like = is_dtensor(parameter) or not owner or entry.strides == owner.strides
                 like = parameter if is_like else None
                 state[key] = _destination(placement, full[first], live.get(key), like, device)
-                placement.late.add(placement.saved.tensors[full[first]].spec.name)
+                placement.late.add(entry.spec.name)
             elif _follows(placement.saved, full, parameter, self.mapped, key):
-                dtype = placement.saved.tensors[full[first]].spec.dtype
+                dtype = entry.spec.dtype
                 state[key] = self._boxes(placement, key, parameter, dtype, live.get(key), device)
             else:
                 state[key] = _common(placement, full, device)
@@ -446,23 +447,13 @@ class StateByParameter:
         return {f"{at}.{i}": p for at, group in groups for i, p in enumerate(group["params"])}
 
 
-def _lay_alike(saved: Saved, name: str, parameter: str) -> bool:
-    """Whether the state tensor `name` had the strides of its parameter: it has those of today's
-    then."""
-    entry, owner = saved.tensors.get(name), saved.tensors.get(parameter)
-    return entry is None or owner is None or entry.strides == owner.strides
-
-
 def _device(
-    saved: Saved, name: str, parameter: str, here: torch.device, is_counter: bool
+    entry: TensorEntry, owner: TensorEntry | None, here: torch.device, is_counter: bool
 ) -> torch.device:
-    """Where the state tensor `name` of a parameter goes that is `here` now: there, too, but to the
+    """Where a state tensor of a parameter (`owner`) goes that is `here` now: there, too, but to the
     CPU what was there while its parameter was not, and what torch counts there."""
-    entry, owner = saved.tensors.get(name), saved.tensors.get(parameter)
     was_apart = owner is not None and owner.device != "cpu"
-    if entry is not None and entry.device == "cpu" and (was_apart or is_counter):
-        return torch.device("cpu")
-    return here
+    return torch.device("cpu") if entry.device == "cpu" and (was_apart or is_counter) else here
 
 
 def _counts_on_device(hyperparameters: Mapping[str, Any]) -> bool:

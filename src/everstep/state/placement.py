@@ -99,8 +99,8 @@ class Placement:
     read_stream: Callable[[Stream], Iterator[tuple[str, Iterator[Any]]]] | None = None
     late: set[str] = field(default_factory=set)
     """Stored tensors that nobody needs before the first update."""
-    offers: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """What some rank must take: the problem if none does, and whether this one does."""
+    optimized: set[tuple[str, str]] = field(default_factory=set)
+    """The parameters that are here of each optimizer."""
     _absent: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     _made: dict[str, tuple[str, torch.Tensor]] = field(default_factory=dict)
     _sources: dict[int, tuple[torch.Tensor, list[str]]] = field(default_factory=dict)
@@ -128,10 +128,6 @@ class Placement:
         if entry and self._is_alike(entry, name, shape, memory.dtype) and box.count:
             _, known = self.destinations.setdefault(entry.spec.name, (entry, []))
             known.append(LocalBox(box, memory))
-
-    def offer(self, key: str, problem: str, *, taken: bool) -> None:
-        """Of the checkpoint: it is a problem where no rank takes it. `key`: the same on all."""
-        self.offers[key] = problem, taken
 
     def new(
         self,
@@ -211,7 +207,7 @@ class Placement:
 
     def seed(self, name: str) -> int | None:
         """For a generator that was saved by another number of ranks: what it begins with."""
-        share = self.shares.get(name, Share(0, 1))
+        share = self.shares.get(name, self.default_share)
         values = values_by_index(self.saved.ranks, name) or [self.saved.objects.get(name)]
         if len(values) == share.count:
             return None
@@ -226,11 +222,10 @@ class Placement:
         return seed_of(values, share.index, share.count)
 
     def _object(self, name: str) -> Any:
-        share = self.shares.get(name)
+        share = self.shares.get(name, self.default_share)
         values = values_by_index(self.saved.ranks, name)
         if not values:
             return self.saved.objects.get(name, _ABSENT)
-        share = share or self.default_share
         if len(values) == share.count:
             return values[share.index]
         if share.rule == "replicate":

@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -351,11 +351,10 @@ class State:
 
     def prepare(self, placement: Placement, only: list[str] | None) -> None:
         """Let each part say where its tensors go. `only`: names of parts; others are left alone."""
-        self.world.together("matching", lambda: self._prepare(placement, only))
-        taken = self.world.gather("matching", _bits(placement.offers))
-        for position, key in enumerate(sorted(placement.offers)):
-            if not any(int(bits, 16) >> position & 1 for bits in taken):
-                placement.problems.append(placement.offers[key][0])
+        offers = self.world.together("matching", lambda: self._prepare(placement, only))
+        taken = self.world.gather("matching", "".join("01"[is_taken] for _, is_taken in offers))
+        rows = zip(offers, zip(*taken, strict=True), strict=True)
+        placement.problems += [problem for (problem, _), said in rows if "1" not in said]
 
     def check_chosen(self, only: list[str]) -> None:
         """Raises Mismatch where the state has no parts of these names. With all ranks."""
@@ -368,37 +367,40 @@ class State:
             raise Mismatch(f"restoring {unknown}: the state has no such part, but {self.parts}")
         return chosen
 
-    def _prepare(self, placement: Placement, only: list[str] | None) -> None:
+    def _prepare(self, placement: Placement, only: list[str] | None) -> list[tuple[str, bool]]:
         self._check_places()
         self.name_parameters()
         chosen = self._entries if only is None else self._chosen(only)
         placement.overlaps = overlaps_of(self._entries)
         for entry in chosen:
             entry.prepare(placement)
-        self._offer_all(placement, only)
         self._walk = None
+        return sorted(self._offers(placement, only))
 
-    def _offer_all(self, placement: Placement, only: list[str] | None) -> None:
-        """What the checkpoint has, of the parts to be restored: some rank's state must have it."""
-        saved = placement.saved
-        parts = (
-            saved.objects.keys() | saved.optimizers.keys() | {n for own in saved.ranks for n in own}
-        )
-        for name in sorted(parts - {entry.name for entry in self._entries} - {"rng"}):
-            if only is None or is_in(name, only):
+    def _offers(self, placement: Placement, only: list[str] | None) -> Iterator[tuple[str, bool]]:
+        """What the checkpoint has, of the parts to be restored: some rank's state must have it.
+        The problem if none does, and whether this one does; the problems are the same on all."""
+        saved, known = placement.saved, set(self.parts)
+
+        def is_wanted(name: str) -> bool:
+            return only is None or is_in(name, only)
+
+        own = {name for each in saved.ranks for name in each}
+        for name in sorted(
+            (saved.objects.keys() | saved.optimizers.keys() | own) - known - {"rng"}
+        ):
+            if is_wanted(name):
                 placement.problems.append(f"extra: the state has no {name!r}")
+        for part in filter(is_wanted, known & saved.optimizers.keys()):
+            for name in saved.optimizers[part]["groups"]:
+                problem = f"missing: the state's {part} does not have {name!r}"
+                yield problem, (part, name) in placement.optimized
         for name, entry in saved.tensors.items():
-            if (
-                name.startswith("rng.")
-                or unowned(name) != name
-                or not (only is None or is_in(name, only))
-            ):
-                continue
             names = (name, entry.spec.name, *entry.aliases)
-            if placement.settled_names.isdisjoint(names):
-                used = placement.used.intersection(names)
-                problem = f"extra: the state has no tensor {name!r}"
-                placement.offer(name, problem, taken=bool(used))
+            is_common = not name.startswith("rng.") and unowned(name) == name
+            if is_common and is_wanted(name) and placement.settled_names.isdisjoint(names):
+                is_used = not placement.used.isdisjoint(names)
+                yield f"extra: the state has no tensor {name!r}", is_used
 
     def _walk_anew(self) -> Walk:
         self._guard = Guard()
@@ -479,12 +481,6 @@ class State:
                 several = owners.get(id(parameter), optimizer.index) != optimizer.index
                 owners[id(parameter)] = None if several else optimizer.index
         return owners
-
-
-def _bits(offers: Mapping[str, tuple[str, bool]]) -> str:
-    """Which of them are taken, in the order of their keys."""
-    taken = (offers[key][1] for key in sorted(offers))
-    return hex(sum(1 << position for position, each in enumerate(taken) if each))
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
