@@ -281,6 +281,24 @@ def test_a_worker_that_cannot_start(monkeypatch):
     until(lambda: ended(pid, 0), "its end")
 
 
+def test_an_update_that_fails_there_is_told():
+    """And the next one is made by another process."""
+    net, plain = model(1), model(1)
+    offloaded = OffloadedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for each, optimizer in ((net, offloaded), (plain, reference)):
+        gradients(list(each.parameters()), 1)
+        optimizer.step()
+    offloaded.param_groups[0]["lr"] = "much"
+    with pytest.raises(Unavailable, match=r"in another process: .*TypeError"):
+        offloaded.step()
+    offloaded.param_groups[0]["lr"] = 0.1
+    for optimizer in (offloaded, reference):
+        optimizer.step()
+    same(net.parameters(), plain.parameters())
+    offloaded.close()
+
+
 class Watched(nn.Module):
     """Layers of which backward waits, half-way, until some updates are made."""
 
