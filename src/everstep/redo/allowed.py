@@ -2,7 +2,7 @@
 
 It goes by the exact type of each optimizer: torch's own that change their state in place, and do
 the same again from the same bytes; others by the user's word (`everstep.Log(optimizers=...)`). It
-binds recording, never replay. Which of them go by single elements: sharding/topology.py.
+binds recording, never replay. Those that go by single elements: sharding/topology.py.
 
 What shows later to be unusual (a gradient that is sparse, or lies otherwise than its parameter)
 costs a whole state each time (capture/trust.py).
@@ -24,15 +24,12 @@ from everstep.sharding.redundancy import (
     is_torchs,
     offloaded_of,
 )
-from everstep.sharding.topology import goes_by_elements
+from everstep.sharding.topology import ELEMENTWISE, goes_by_elements
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import overlapping
 
-_NAMES = (
-    "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam",
-    "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
 _PLAIN = (torch.Tensor, nn.Parameter)
+_NAMES = (*ELEMENTWISE, "Adafactor", "Muon")
 _ALLOWED = {getattr(torch.optim, name) for name in _NAMES if hasattr(torch.optim, name)}
 
 

@@ -10,7 +10,7 @@ never imported here, which takes 0.7 s: where there is one, somebody else has im
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
@@ -247,7 +247,7 @@ def _split_all(length: int, splits: Sequence[Split]) -> list[_Interval]:
             share = -(-(end - start) // split.count)
             first = min(end, start + split.index * share)
             parts += _take(found, first, min(end, first + share))
-        found = _merged(parts)
+        found = parts if split.count > 1 else found
     return found
 
 
@@ -262,26 +262,13 @@ def _take(intervals: Sequence[_Interval], start: int, end: int) -> list[_Interva
     return found
 
 
-def _merged(intervals: Sequence[_Interval]) -> list[_Interval]:
-    merged: list[_Interval] = []
-    for start, length in intervals:
-        if merged and sum(merged[-1]) == start:
-            merged[-1] = (merged[-1][0], merged[-1][1] + length)
-        else:
-            merged.append((start, length))
-    return merged
-
-
 def _cut(local: torch.Tensor, intervals: Sequence[Sequence[_Interval]]) -> list[LocalBox]:
     """The local tensor as boxes; one, where it has no gaps."""
     found = []
-    along: list[list[tuple[int, int, int]]] = []
+    along = []
     for spans in intervals:
-        at, rows = 0, []
-        for start, length in spans:
-            rows.append((start, length, at))
-            at += length
-        along.append(rows)
+        places = accumulate((length for _, length in spans), initial=0)
+        along.append([(*span, at) for span, at in zip(spans, places, strict=False)])
     for chosen in product(*along):
         view: Any = local.detach()
         for dim, (_, length, at) in enumerate(chosen):

@@ -30,19 +30,10 @@ ALONE = "alone"
 PADDED = "+padding"
 """Ends a layout where parameters have elements that are of no tensor, and in no checkpoint."""
 
-_ELEMENTWISE = [
-    "Adadelta",
-    "Adagrad",
-    "Adam",
-    "Adamax",
-    "AdamW",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
-]
+ELEMENTWISE = (
+    "Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop",
+    "Rprop", "SGD",
+)  # fmt: skip
 """torch's optimizers that come to the same bits however tensors are cut."""
 
 _THREADS_MAX = 1024
@@ -103,7 +94,7 @@ def layout_differences(
 def goes_by_elements(kind: str) -> bool:
     """Whether an optimizer of this class comes to the same bits however tensors are cut."""
     module, _, name = kind.rpartition(".")
-    return module.startswith("torch.optim.") and name in _ELEMENTWISE
+    return module.startswith("torch.optim.") and name in ELEMENTWISE
 
 
 @contextlib.contextmanager
