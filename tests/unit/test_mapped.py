@@ -10,6 +10,7 @@ from torch import nn
 
 from everstep import Mismatch, Shard, Unsupported
 from everstep.format.boxes import Box
+from everstep.format.manifest import Manifest
 from everstep.format.packs import Spec
 from everstep.format.tables import TensorEntry
 from everstep.sharding.mapped import Mapped
@@ -167,16 +168,16 @@ def _takes_back(tensors, found, start, end, steps=None):
         optimizer.state.clear()
     steps = steps or dict.fromkeys(tensors, 7.0)
     arrays = found | {f"optimizer.{n}.step": np.array(v, np.float32) for n, v in steps.items()}
+    sets = {"optimizer": [{"lr": 0.5, "betas": {"$": "tuple", "v": [0.5, 0.5]}}]}
     saved = Saved(
         {name: whole(name, array.shape) for name, array in arrays.items()},
-        {},
-        {"optimizer": [{"lr": 0.5, "betas": {"$": "tuple", "v": [0.5, 0.5]}}]},
         {
             "optimizer": {
                 "groups": dict.fromkeys(tensors, 0),
                 "state": {name: ["step", *KEYS] for name in tensors},
             }
         },
+        Manifest(7, 1, "run", "", (), {}, sets),
     )
     placement = state.place(saved)
     state.prepare(placement, None)

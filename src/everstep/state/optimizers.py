@@ -260,7 +260,7 @@ class OptimizerState:
         return found
 
     def _prepare_groups(self, placement: Placement, saved: Mapping[str, Any]) -> None:
-        sets = placement.saved.hyperparameters.get(self.name, [])
+        sets = placement.saved.manifest.hyperparameters.get(self.name, [])
         members: dict[int, set[int]] = {}
         for index, name, parameter, _ in self.parameters():
             for each in self.mapped.names(name, parameter):
@@ -327,7 +327,7 @@ class OptimizerState:
         """What is to be kept of a parameter, when its tensors have arrived. Of one that consists of
         boxes: in its own shape where the state of their tensors has theirs, else what all of them
         have, which must be the same. `plain`: by parameter, what is no tensor."""
-        sets = placement.saved.hyperparameters.get(self.name, [])
+        sets = placement.saved.manifest.hyperparameters.get(self.name, [])
         names = self.mapped.names_here(name, parameter)
         offloaded = offloaded_of(self.optimizer)
         live = self.state.get(parameter) or (offloaded.room(parameter) if offloaded else {})

@@ -2,7 +2,7 @@
 and what is done when all have arrived."""
 
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described
-from everstep.format.manifest import Stream
+from everstep.format.manifest import Manifest, Stream
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
@@ -25,33 +25,23 @@ log = logging.getLogger("everstep")
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a checkpoint holds, as the state sees it: tensors under all their names, and objects."""
+    """What a checkpoint holds, as the state sees it: tensors under all their names, the optimizers
+    that tables tell of, and what its manifest says of the rest."""
 
     tensors: Mapping[str, TensorEntry]
-    objects: Mapping[str, Any]
-    hyperparameters: Mapping[str, Any]
     optimizers: Mapping[str, Any]
-    ranks: Sequence[Mapping[str, Any]] = ()
-    """Of several ranks: what each has for itself."""
-    streams: Mapping[str, Stream] = field(default_factory=dict)
+    manifest: Manifest
 
     @classmethod
     def of(cls, described: Described) -> "Saved":
         """The state in a checkpoint, of all its parts. That each tensor is all there is checked
         when its tables are read (restore.choose)."""
-        manifest = described.manifest
-        return cls(
-            described.tensors,
-            manifest.objects,
-            manifest.hyperparameters,
-            described.optimizers,
-            manifest.ranks,
-            manifest.streams,
-        )
+        return cls(described.tensors, described.optimizers, described.manifest)
 
     def has(self, name: str) -> bool:
         """Whether there is an object of this name, of all ranks or of each."""
-        return name in self.objects or any(name in own for own in self.ranks)
+        manifest = self.manifest
+        return name in manifest.objects or any(name in own for own in manifest.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +198,9 @@ class Placement:
     def seed(self, name: str) -> int | None:
         """For a generator that was saved by another number of ranks: what it begins with."""
         share = self.shares.get(name, self.default_share)
-        values = values_by_index(self.saved.ranks, name) or [self.saved.objects.get(name)]
+        values = values_by_index(self.saved.manifest.ranks, name) or [
+            self.saved.manifest.objects.get(name)
+        ]
         if len(values) == share.count:
             return None
         self.used.update(name for each in values for name in references(each))
@@ -223,9 +215,9 @@ class Placement:
 
     def _object(self, name: str) -> Any:
         share = self.shares.get(name, self.default_share)
-        values = values_by_index(self.saved.ranks, name)
+        values = values_by_index(self.saved.manifest.ranks, name)
         if not values:
-            return self.saved.objects.get(name, _ABSENT)
+            return self.saved.manifest.objects.get(name, _ABSENT)
         if len(values) == share.count:
             return values[share.index]
         if share.rule == "replicate":

@@ -64,7 +64,7 @@ class StreamState(AtTheCall):
     def prepare(self, placement: Placement) -> None:
         """Its load_stream gets the content, when all else has arrived."""
         version = placement.object_of(self.name)
-        stream = placement.saved.streams.get(self.name)
+        stream = placement.saved.manifest.streams.get(self.name)
         if version is None or stream is None:
             if version is not None:
                 placement.problems.append(f"other: the checkpoint has {self.name!r} as no stream")

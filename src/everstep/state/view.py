@@ -385,12 +385,10 @@ class State:
         def is_wanted(name: str) -> bool:
             return only is None or is_in(name, only)
 
-        own = {name for each in saved.ranks for name in each}
-        for name in sorted(
-            (saved.objects.keys() | saved.optimizers.keys() | own) - known - {"rng"}
-        ):
-            if is_wanted(name):
-                placement.problems.append(f"extra: the state has no {name!r}")
+        parts = saved.manifest.objects.keys() | saved.optimizers.keys()
+        parts |= {name for own in saved.manifest.ranks for name in own}
+        for name in filter(is_wanted, sorted(parts - known - {"rng"})):
+            placement.problems.append(f"extra: the state has no {name!r}")
         for part in filter(is_wanted, known & saved.optimizers.keys()):
             for name in saved.optimizers[part]["groups"]:
                 problem = f"missing: the state's {part} does not have {name!r}"
