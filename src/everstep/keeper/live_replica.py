@@ -76,10 +76,11 @@ class LiveReplica:
             self._changed.notify()
 
     def lend(self) -> bool:
-        """Ask for the state; whether there is nothing to wait for any more, as it is `lent`, or
-        will not be."""
+        """Ask for the state, of a log to which nobody adds any more; whether there is nothing to
+        wait for, as it is `lent`, or will not be."""
+        is_followed = self._team is not None and self._team.is_awaited()
         with self._changed:
-            self._is_lending = self._has_come and self.lent is None
+            self._is_lending = self._has_come and self.lent is None and not is_followed
             self._changed.notify()
             return not self._is_lending
 

@@ -370,7 +370,7 @@ class Keeper:
         for orphan in orphans:
             if orphan.team.has_tasks or not (orphan.team.idle or waited > HALF_STEP_S):
                 return
-        live = self._live if self._may_lend() else None
+        live = self._live
         if live and not live.lend() and waited < LEND_S:
             return
         self._tidy()
@@ -383,17 +383,10 @@ class Keeper:
             session.tell(settled, [arena.fd for _, arena in held])
         self._settling.clear()
 
-    def _may_lend(self) -> bool:
-        """Whether nobody lives whose commits the replica follows."""
-        return not any(
-            not session.orphan and session.team.live and session.team.traffic.copied
-            for session in self._sessions
-        )
-
     def _lend_early(self) -> None:
         """When a trainer has died, who restores will be here soon."""
         dead = [session for session in self._sessions if session.dead and session.team.live]
-        if self._live and dead and self._may_lend() and all(each.team.idle for each in dead):
+        if self._live and dead and all(each.team.idle for each in dead):
             self._live.lend()
 
     def _adopt(self, session: Session, key: str, number: int) -> None:

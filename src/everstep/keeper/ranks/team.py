@@ -83,7 +83,7 @@ class Team:
             self._router = Router(route, self.writer, remote)
         self._nodes: Nodes | None = None
         if self.place.nodes > 1:
-            self._nodes = Nodes(self.writer, self.place, self._is_awaited)
+            self._nodes = Nodes(self.writer, self.place, self.is_awaited)
         self.replica: Replica | None = None
         self.traffic = Traffic(disk.level, str(disk.root))
         self._wake = wake
@@ -301,7 +301,7 @@ class Team:
         known = catalog.find_attachment(disk, attachment)
         return known or commit.claim_epoch(disk, parent, fork, attachment, remote)
 
-    def _is_awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
         with self._changed:
             return bool(self._sessions.keys() - self._gone.keys())
