@@ -11,9 +11,9 @@ from trained import Job
 
 from commands import run
 from everstep import Checkpointer, Store
-from everstep.interchange.draft import Options as Taken
 from everstep.interchange.export import FORMATS, Options, export
 from everstep.interchange.sources import read_source
+from everstep.interchange.trees import Options as Taken
 from everstep.interchange.write import write
 from everstep.store import catalog
 from everstep.tiers.disk import Disk

@@ -19,8 +19,8 @@ from trained import Job
 import stores
 from commands import run
 from everstep import Corrupt, EverstepError, Missing, Unsupported
-from everstep.interchange.draft import Options
 from everstep.interchange.sources import read_source
+from everstep.interchange.trees import Options
 from everstep.interchange.write import write
 from everstep.tiers.disk import Disk
 

@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Import one checkpoint."""
-    from everstep.interchange.draft import Options
     from everstep.interchange.sources import read_names, read_source
+    from everstep.interchange.trees import Options
     from everstep.interchange.write import write
 
     names = None if args.names is None else read_names(args.names)

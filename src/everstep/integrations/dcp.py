@@ -383,8 +383,7 @@ class _Collected:
                 f"resolve_data gives"
             )
         shape, box = tuple(said.size), Box(tuple(said.chunk.offsets), planned[1])
-        is_whole = box == Box.whole(shape)
-        self._take(Leaf(key, data.detach(), None, None if is_whole else box, shape))
+        self._take(Leaf(key, data.detach(), None, box, shape))
 
     def _sink(self, name: str, tensor: torch.Tensor) -> str:
         """A tensor within an object."""

@@ -22,7 +22,6 @@ from everstep.interchange.tensors import Found, StandIn
 from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
-from everstep.state.view import is_in
 from everstep.tiers.tier import Tier
 
 _STRUCTURE = ("params", "param_names")
@@ -37,20 +36,6 @@ class Borrowed:
     table: Table
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """`part`: what a model is called that has no name in the source. `names`: of an optimizer's
-    parameters, in its order, where the source has numbers. `only`: of the parts these."""
-
-    part: str = "model"
-    names: Sequence[str] | None = None
-    only: Sequence[str] = ()
-
-    def wants(self, part: str) -> bool:
-        """Whether that one is to be taken."""
-        return not self.only or is_in(part, self.only)
-
-
 @dataclass(slots=True)
 class Draft:
     """What is imported. `where`: it comes from, for messages; `kind`: as `--from` says it. `step`:
@@ -58,7 +43,6 @@ class Draft:
 
     where: object
     kind: str
-    options: Options = Options()
     step: int | None = None
     strategy: str = "import"
     tensors: dict[str, Found] = field(default_factory=dict)

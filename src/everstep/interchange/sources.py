@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.interchange import archives, dcp, folders, safetensors, zero
-from everstep.interchange.draft import Draft, Options
-from everstep.interchange.trees import Saved, draft_of
+from everstep.interchange.draft import Draft
+from everstep.interchange.trees import Options, Saved, draft_of
 
 _NONSENSE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 _TIMES_MAX, _SPARE_BYTES = 4, 64 << 20

@@ -1,18 +1,34 @@
 """A tree of state dicts, as people save it, and the parts of a checkpoint in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
 from everstep.errors import Missing, Unsupported
-from everstep.interchange.draft import Draft, Options, bare, is_optimizer, is_weights
+from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
 from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
 from everstep.interchange.tensors import Found
+from everstep.state.view import is_in
 
 _STEPS = ("step", "global_step", "global_steps", "iteration")
 _PARTS_MAX = 10_000
 _FLAT = {"state", "param_groups"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """`part`: what a model is called that has no name in the source. `names`: of an optimizer's
+    parameters, in its order, where the source has numbers. `only`: of the parts these."""
+
+    part: str = "model"
+    names: Sequence[str] | None = None
+    only: Sequence[str] = ()
+
+    def wants(self, part: str) -> bool:
+        """Whether that one is to be taken."""
+        return not self.only or is_in(part, self.only)
 
 
 class Saved(NamedTuple):
@@ -31,7 +47,8 @@ class Saved(NamedTuple):
 def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     """A draft with the parts of that. Raises Missing, Corrupt, Unsupported."""
     step = saved.step if type(saved.step) is int else None
-    draft = Draft(where, saved.kind or kind, options, step)
+    draft = Draft(where, saved.kind or kind, step)
+    orders = saved.orders if options.names is None else [options.names]
     tree = {options.part: saved.tree} if is_weights(saved.tree) else saved.tree
     if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
         raise Unsupported(f"importing {where}: at its top there is no dict of parts")
@@ -48,7 +65,7 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
         if draft.step is None and name in _STEPS and type(each) is int:
             draft.step = each
         elif is_optimizer(each):
-            _add_optimizer(draft, name, each, models, saved.orders)
+            _add_optimizer(draft, name, each, models, orders)
         elif name not in models:
             draft.add_object(name, taken(each) if name == RNG else each)
     for name, values in saved.by_rank.items():
@@ -70,8 +87,7 @@ def _add_optimizer(
     errors, twins = [], draft.twins()
     for model, but in product(models, [{}, twins] if twins else [{}]):
         try:
-            given = orders if draft.options.names is None else [draft.options.names]
-            found = find_names(state, draft.shapes(model, but), given, what)
+            found = find_names(state, draft.shapes(model, but), orders, what)
         except Unsupported as error:
             errors.append(error)
             continue

@@ -13,7 +13,6 @@ from itertools import chain
 import xxhash
 
 from everstep.errors import Conflict, Corrupt
-from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
@@ -151,7 +150,7 @@ class _Packs:
 
     def __init__(self, draft: Draft, progress: Progress) -> None:
         rows = [
-            (Spec(name, found.dtype, found.shape, _box(found, part)), part.blocks)
+            (Spec(name, found.dtype, found.shape, part.box), part.blocks)
             for name, found in draft.tensors.items()
             for part in found.parts
         ]
@@ -202,10 +201,6 @@ class _Packs:
             )
         if not done:
             self.digests[piece.digest] = digest.hexdigest()
-
-
-def _box(found: tensors.Found, part: tensors.Part) -> Box | None:
-    return None if part.box == Box.whole(found.shape) else part.box
 
 
 def _regrouped(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
