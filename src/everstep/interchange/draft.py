@@ -183,16 +183,6 @@ class Draft:
             if name.startswith(prefix) and name not in but
         }
 
-    def full_name(self, part: str, key: str) -> str:
-        """The first name of a weight. Raises Corrupt."""
-        name = f"{part}.{key}"
-        if name in self.tensors:
-            return name
-        found = [first for first, others in self.aliases.items() if name in others]
-        if not found:
-            raise Corrupt(f"reading {self.where}: it has no weight {name!r:.200}")
-        return found[0]
-
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, Found):
             return StandIn.make(value.dtype, value.shape, value)

@@ -4,7 +4,8 @@ Each becomes the parts that everstep's own integration of that library has (docs
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
 from everstep.interchange.generators import global_generators
 from everstep.interchange.tensors import Found
-from everstep.interchange.trees import Saved
+from everstep.interchange.trees import Saved, numbered
 
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
@@ -111,9 +112,7 @@ def read_accelerate(folder: Path, part: str) -> Saved:
         ("scheduler", lambda number: _file(folder / f"scheduler{_ending(number)}.bin")),
         ("custom", lambda number: _file(folder / f"custom_checkpoint_{number}.pkl")),
     ):
-        found = list(_counted(read))
-        numbered = {f"{name}.{number}": each for number, each in enumerate(found)}
-        tree |= numbered if len(found) > 1 else dict.fromkeys([name] * len(found), *found)
+        tree |= numbered(name, list(takewhile(bool, map(read, range(_MODULES_MAX)))))
     tree |= {"scaler": scaler} if (scaler := _file(folder / "scaler.pt")) else {}
     states = _by_rank(folder, "random_states", ".pkl")
     if type(states[0].get("step")) is int:
@@ -144,13 +143,6 @@ def _optimizer(folder: Path, number: int) -> Any:
 
 def _ending(number: int) -> str:
     return f"_{number}" if number else ""
-
-
-def _counted(read: Callable[[int], Any]) -> Iterator[Any]:
-    number = 0
-    while number < _MODULES_MAX and (found := read(number)):
-        yield found
-        number += 1
 
 
 # ---- Lightning -----------------------------------------------------------------------------------

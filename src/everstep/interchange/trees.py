@@ -91,8 +91,7 @@ def _add_optimizer(
         except Unsupported as error:
             errors.append(error)
             continue
-        full = {key: draft.full_name(model, each) for key, each in found.items()}
-        draft.add_optimizer(name, state, full)
+        draft.add_optimizer(name, state, {key: f"{model}.{each}" for key, each in found.items()})
         return
     raise errors[0] if errors else Unsupported(f"{what}: there is no model whose it could be")
 
@@ -136,13 +135,15 @@ def _unflattened(value: Any) -> Any:
 
 
 def _parts(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Lists of models and optimizers are as many parts, and of one thing that one."""
+    """Lists of models and optimizers are as many parts."""
     for name, each in tree.items():
         is_several = isinstance(each, list) and bool(each) and len(each) < _PARTS_MAX
         if is_several and all(is_weights(one) or is_optimizer(one) for one in each):
-            yield from (
-                (name if len(each) == 1 else f"{name}.{number}", one)
-                for number, one in enumerate(each)
-            )
+            yield from numbered(name, each).items()
         else:
             yield name, each
+
+
+def numbered(name: str, found: Sequence[Any]) -> dict[str, Any]:
+    """As many parts, as a Checkpointer has them of a list; of one thing that one."""
+    return {name if len(found) == 1 else f"{name}.{n}": each for n, each in enumerate(found)}
