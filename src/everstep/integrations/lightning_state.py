@@ -3,6 +3,7 @@ far: running means of this epoch, and states of torchmetrics, too, which Lightni
 have not."""
 
 import builtins
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -18,8 +19,7 @@ from everstep.errors import Unsupported
 
 _SHOWN = ["_callback_metrics", "_logged_metrics", "_progress_bar_metrics"]
 _SHOWN += ["_first_loop_iter", "_current_fx"]
-_META = ["fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph"]
-_META += ["add_dataloader_idx", "dataloader_idx", "metric_attribute"]
+_META = [f.name for f in fields(result._Metadata) if f.name not in ("reduce_fx", "_sync")]
 _RUNNING = ("value", "cumulated_batch_size", "has_reset", "_forward_cache", "_update_count")
 
 

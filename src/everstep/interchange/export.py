@@ -23,6 +23,7 @@ from everstep.interchange.universal import write_universal
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
+from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -30,7 +31,6 @@ log = logging.getLogger("everstep")
 SHARD_BYTES = 5_000_000_000
 """As transformers has it."""
 
-Progress = Callable[[int, int], None]
 _CONFIG = "config.json"
 _BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model"]
 _BESIDE += ["special_tokens_map.json", "added_tokens.json", "chat_template*"]

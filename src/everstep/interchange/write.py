@@ -6,7 +6,7 @@ The epoch is claimed when all is durable: an import that is broken off leaves no
 
 import mmap
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -22,12 +22,11 @@ from everstep.interchange.draft import Borrowed, Draft
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
+from everstep.store.copy import Progress
 from everstep.store.presence import is_empty, living, shown
 from everstep.store.read import PackCheck, opened
 from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
-
-Progress = Callable[[int, int], None]
 
 
 def write(
@@ -182,16 +181,13 @@ class _Packs:
         digest, done = xxhash.xxh3_128(), 0
         for block in blocks():
             view = block
-            while view and done < piece.size:
-                share = view[: min(piece.size - done, CHUNK_BYTES - done % CHUNK_BYTES)]
+            while view:
+                share = view[: CHUNK_BYTES - done % CHUNK_BYTES]
                 digest.update(share)
                 view, done = view[len(share) :], done + len(share)
                 if done % CHUNK_BYTES == 0 or done == piece.size:
                     self.digests[piece.digest + (done - 1) // CHUNK_BYTES] = digest.hexdigest()
                     digest.reset()
-            if view:
-                done += len(view)
-                break
             self._done += len(block)
             self._progress(self._done, self._total)
             yield block

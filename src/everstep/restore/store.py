@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -12,14 +12,12 @@ from everstep.format.global_tensors import Described
 from everstep.format.manifest import CheckpointName, Manifest, Part, Stream
 from everstep.format.tables import Table
 from everstep.store import catalog, commit, names, read, retain
-from everstep.store.copy import Copied, fork
+from everstep.store.copy import Copied, Progress, fork
 from everstep.store.read import Verified
 from everstep.tiers.tier import tier_at
 
 if TYPE_CHECKING:
     import torch
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from everstep.errors import Mismatch
 from everstep.format.manifest import CheckpointName
 from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found
-from everstep.interchange.write import Progress, write
+from everstep.interchange.write import write
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole, kind_of
+from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier
 from everstep.versions.merge import blocks, found_in, new_store
 

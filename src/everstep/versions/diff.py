@@ -4,7 +4,7 @@ Chunks that have the same digest in both are not read; of the others some are in
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from math import prod
@@ -17,8 +17,8 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import CHUNK_BYTES
 from everstep.restore.whole import BATCH_BYTES, Whole, kind_of
 from everstep.state.objects import plain_json
+from everstep.store.copy import Progress
 
-Progress = Callable[[int, int], None]
 _ELEMENTS = 1 << 20
 """So many are compared at a time, in float64."""
 

@@ -21,12 +21,13 @@ from everstep.format.manifest import CheckpointName
 from everstep.format.tables import Table, TensorEntry
 from everstep.interchange.draft import Borrowed, Draft
 from everstep.interchange.tensors import Found
-from everstep.interchange.write import Progress, write
+from everstep.interchange.write import write
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole, kind_of
 from everstep.sharding.leaves import bytes_of
 from everstep.state.objects import references
 from everstep.store import catalog, names
+from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier, tier_at
 from everstep.versions.recipe import Recipe, Source, Take, read_recipe
 
