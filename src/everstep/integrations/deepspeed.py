@@ -28,7 +28,7 @@ from everstep.sharding.redundancy import OptimizerProxy
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _Run = tuple[torch.Tensor, nn.Parameter, int, int, int]
 """A partition of this rank, and a parameter: its first element there, where that lies, how many
-there are."""
+there are (not above 0: none)."""
 
 
 def parts(
@@ -52,10 +52,11 @@ def parts(
     for flat, parameter, start, at, count in zero.partitions():
         found = shards.setdefault(id(flat), [])
         shards[id(parameter)] = []  # its own memory follows from that
-        if count > 0:
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            memory = flat.detach()[at : at + count]
-            found += Shard.flat(names[id(parameter)], shape, start, memory)
+        if count <= 0:  # other ranks have it: an empty shard says that it belongs to them
+            start = at = count = 0
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        memory = flat.detach()[at : at + count]
+        found += Shard.flat(names[id(parameter)], shape, start, memory)
 
     def layout(name: str, tensor: torch.Tensor) -> Sequence[Shard] | None:
         return shards.get(id(tensor))
