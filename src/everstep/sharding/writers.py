@@ -5,7 +5,7 @@ who else holds the same. What a group of ranks shares is spread evenly over them
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from everstep.sharding.redundancy import updating_ranks
 from everstep.sharding.topology import PADDED
 from everstep.sharding.world import World
 
-_BOXES, _GROUPING = "boxes", "grouping"
+_GROUPING = "grouping"
 LARGE_BYTES = 1 << 20
 """A rank's share of a tensor that is split: what is smaller costs more to place than it evens."""
 
@@ -56,14 +56,18 @@ def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Le
     return own, others
 
 
+Spread = ShardingSpec | tuple[Box, ...] | None
+"""How a tensor is spread (None: it is whole), or, where only one rank can tell, the boxes that it
+has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What ranks compare of a tensor: dtype and global shape, and how it is spread (None: it is
-    whole), or, where only this rank can tell, the boxes that are here."""
+    """What ranks compare of a tensor: dtype and global shape, and how it is spread."""
 
     dtype: str
     shape: tuple[int, ...]
-    spread: ShardingSpec | tuple[Box, ...] | None
+    spread: Spread
 
 
 class Holders:
@@ -83,7 +87,7 @@ class Holders:
         self._known: list[Any] | None = None
         self.digest = ""
         """Of how all ranks' tensors are spread; the same on all of them."""
-        self._of_name: dict[str, list[tuple[int, ShardingSpec | tuple[Box, ...] | None]]] = {}
+        self._of_name: dict[str, list[tuple[int, Spread]]] = {}
         self._shapes: Mapping[str, Shape] = {}
         self.is_common = False
         """Whether each rank has something of each tensor, and none has boxes of them in parameters
@@ -94,11 +98,10 @@ class Holders:
         a digest, if they do. Where that is not known yet, all ranks have to ask, in whatever
         order, and each waits until the others have told as often as it has. Raises Unavailable;
         who asks again then goes on waiting."""
-        classes = _classes(shapes)
-        said: list[list[Any]] = [
-            [each.to_json() if isinstance(each, ShardingSpec) else each, _digest(rows, shapes)]
-            for each, rows in classes.items()
-        ]
+        classes: dict[Spread, list[str]] = {}
+        for name in sorted(shapes):
+            classes.setdefault(shapes[name].spread, []).append(name)
+        said = [[_to_json(each), _digest(names, shapes)] for each, names in classes.items()]
         known = list(classes.values())
         if boxes:
             said.append([_GROUPING, boxes])
@@ -129,7 +132,8 @@ class Holders:
                     continue
                 if digest not in names:
                     names[digest] = self._world.heard(f"names/{digest}") or []
-                for name, held in _held_of(spread, names[digest]):
+                held = _from_json(spread)
+                for name in names[digest]:
                     self._of_name.setdefault(name, []).append((rank, held))
         has_boxes = any(spread == _GROUPING for found in everything for spread, _ in found)
         self.is_common = not has_boxes and all(
@@ -236,48 +240,34 @@ def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:
     return shapes
 
 
-def _classes(shapes: Mapping[str, Shape]) -> dict[ShardingSpec | str | None, list[Any]]:
-    """The names of what is spread alike; those of listed boxes come with these."""
-    classes: dict[ShardingSpec | str | None, list[Any]] = {}
-    for name in sorted(shapes):
-        spread = shapes[name].spread
-        if isinstance(spread, tuple):
-            row = [name, [(box.offsets, box.lengths) for box in spread]]
-            classes.setdefault(_BOXES, []).append(row)
-        else:
-            classes.setdefault(spread, []).append(name)
-    return classes
+def _to_json(spread: Spread) -> Any:
+    """For other ranks."""
+    if isinstance(spread, tuple):
+        return {"boxes": [(box.offsets, box.lengths) for box in spread]}
+    return spread and spread.to_json()
 
 
-def _held_of(
-    spread: Any, rows: Sequence[Any]
-) -> Iterator[tuple[str, ShardingSpec | tuple[Box, ...] | None]]:
-    """What a rank has of each tensor of a class, as it was told."""
-    if spread == _BOXES:
-        for name, boxes in rows:
-            yield name, tuple(Box(tuple(at), tuple(lengths)) for at, lengths in boxes)
-        return
-    held = None if spread is None else ShardingSpec.from_json(spread)
-    yield from ((name, held) for name in rows)
+def _from_json(value: Any) -> Spread:
+    """Of another rank."""
+    if isinstance(value, dict):
+        return tuple(Box(tuple(at), tuple(lengths)) for at, lengths in value["boxes"])
+    return value and ShardingSpec.from_json(value)
 
 
 def _splits(spread: ShardingSpec | None, rank: int, ndim: int) -> Any:
     return ((),) * ndim if spread is None else spread.splits(rank, ndim)
 
 
-def _boxes(
-    spread: ShardingSpec | tuple[Box, ...] | None, shape: tuple[int, ...]
-) -> tuple[Box, ...]:
+def _boxes(spread: Spread, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """Beside boxes that are listed: what is a DTensor on another rank is not compared with them."""
     if isinstance(spread, ShardingSpec):
         return ()
     return (Box.whole(shape),) if spread is None else spread
 
 
-def _digest(rows: Sequence[Any], shapes: Mapping[str, Shape]) -> str:
-    names = [row if isinstance(row, str) else row[0] for row in rows]
+def _digest(names: Sequence[str], shapes: Mapping[str, Shape]) -> str:
     described = [(*shapes[name].shape, shapes[name].dtype) for name in names]
-    return digest_of(json.dumps([rows, described]).encode())
+    return digest_of(json.dumps([names, described]).encode())
 
 
 def _rows(leaf: Leaf, count: int) -> list[tuple[int, int]] | None:
