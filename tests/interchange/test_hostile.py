@@ -318,6 +318,7 @@ def nested(count):
     )
 
 
+RANGE = b"cbuiltins\nrange\nJ\xff\xff\xff\x7f\x85R"
 PICKLES = {
     "a thousandfold": b"\x80\x02}X\x01\x00\x00\x00a" + nested(60)[2:] + b"s.",
     "in itself": b"\x80\x02}X\x01\x00\x00\x00a]q\x01h\x01as.",
@@ -332,6 +333,11 @@ PICKLES = {
     "no mark": b"\x80\x02t.",
     "nothing": b"",
     "many sets": b"\x80\x04" + b"\x8f" * 3_000_000 + b".",
+    "copies of a text": b"\x80\x02X\x00\x00\x10\x00" + b"a" * (1 << 20) + b"q\x00c_codecs\nencode\n"
+    b"q\x01" + b"h\x01h\x00\x85R" * 20_000 + b".",
+    "a set of a range": b"\x80\x02cbuiltins\nset\n" + RANGE + b"\x85R.",
+    "a shape of a range": b"\x80\x02ctorch\nSize\n" + RANGE + b"\x85R.",
+    "no device": b"\x80\x02ctorch\ndevice\nX\x01\x00\x00\x00a\x85R.",
 }
 
 

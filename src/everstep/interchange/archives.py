@@ -135,14 +135,8 @@ def makers(where: object) -> dict[str, Callable[..., Any]]:
         "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
         "torch._tensor._rebuild_from_type_v2": subclass,
         "torch.Size": lambda items=(): tuple(items),
-        "torch.device": lambda *names: torch.device(*_names(names)),
+        "torch.device": torch.device,
     }
-
-
-def _names(given: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not given or type(given[0]) is not str or not all(type(each) is int for each in given[1:]):
-        raise TypeError("no device")
-    return given
 
 
 def dtype_of(named: Any) -> str:

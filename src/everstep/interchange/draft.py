@@ -17,7 +17,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
-from everstep.interchange.pickles import Inert, Settler
+from everstep.interchange.pickles import RANGE, Inert, Settler
 from everstep.interchange.tensors import Found, StandIn
 from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
@@ -186,6 +186,8 @@ class Draft:
     def _leaf(self, value: Any, path: str) -> Any:
         if isinstance(value, Found):
             return StandIn.make(value.dtype, value.shape, value)
+        if isinstance(value, Inert) and value.kind == RANGE:
+            return range(*value.args)
         if isinstance(value, Inert):
             raise Unsupported(
                 f"importing {path[:200]} of {self.where}: it is a {value.kind[:200]}, which nobody "

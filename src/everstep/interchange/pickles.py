@@ -13,7 +13,7 @@ are found when a value is settled (`settled`).
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,10 @@ _COST = 100
 _DEPTH_MAX = 100
 _NODES_MAX = 1 << 22
 _PLAIN_KEYS = (str, bytes, int, float, bool, complex, type(None))
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""torch raises RuntimeError for a device that it does not know."""
+RANGE = "builtins.range"
+"""Is not made: it says in few bytes that a set, or a shape, has any number of items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +63,12 @@ def read_pickle(
 ) -> Any:
     """The value of a pickle. `makers`: what names make, beside containers. `persistent`: gives
     what lies elsewhere. Raises Corrupt, Unsupported; nothing is executed."""
-    machine = _Machine({**_MAKERS, **makers}, persistent)
     budget = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
+    machine = _Machine({**_MAKERS, **makers}, persistent, budget)
     try:
         for opcode, argument, _ in pickletools.genops(data):
-            budget -= _COSTS.get(opcode.name, _COST)
-            if budget < 0:
+            machine.budget -= _COSTS.get(opcode.name, _COST)
+            if machine.budget < 0:
                 raise Unsupported(f"reading {where}: a pickle that takes too much memory")
             if opcode.name == "STOP":
                 return machine.stack.pop()
@@ -81,11 +84,11 @@ def read_pickle(
 
 
 class _Machine:
-    def __init__(self, makers: Makers, persistent: Persistent | None) -> None:
+    def __init__(self, makers: Makers, persistent: Persistent | None, budget: int) -> None:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.makers, self.persistent = makers, persistent
+        self.makers, self.persistent, self.budget = makers, persistent, budget
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -111,6 +114,8 @@ class _Machine:
         """Make what it makes here: never by importing it."""
         if not isinstance(function, Global) or type(arguments) is not tuple:
             raise TypeError(f"a call of a {type(function).__name__}")
+        # What is made may be a copy of what it is given, at each call another one.
+        self.budget -= _BUDGET_PER_BYTE * sum(len(a) for a in arguments if isinstance(a, Sized))
         made = self.makers.get(function.name)
         given = (*arguments, named) if named else arguments
         self.push(Inert(function.name, given) if made is None else made(*given))
@@ -240,28 +245,17 @@ def _bytes(made: Callable[[Any], Any], *given: Any) -> Any:
     return made(given[0].encode("latin1") if type(given[0]) is str else given[0])
 
 
-def _set(made: Callable[[Any], Any], items: Iterable[Any] = ()) -> Any:
-    return made(map(_key, items))
-
-
-def _numbers(made: type, *given: Any) -> Any:
-    if not all(type(each) in (int, float) for each in given):
-        raise TypeError(f"no {made.__name__}")
-    return made(*given)
-
-
 _MAKERS: Makers = {
     "collections.OrderedDict": lambda *a: _filled(OrderedDict(), *a),
     "collections.Counter": lambda *a: _filled(Counter(), *(each.items() for each in a)),
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
     "_codecs.encode": _encode,
-    "builtins.set": lambda *a: _set(set, *a),
-    "builtins.frozenset": lambda *a: _set(frozenset, *a),
+    "builtins.set": lambda items=(): set(map(_key, items)),
+    "builtins.frozenset": lambda items=(): frozenset(map(_key, items)),
     "builtins.bytes": lambda *a: _bytes(bytes, *a),
     "builtins.bytearray": lambda *a: _bytes(bytearray, *a),
-    "builtins.complex": lambda *a: _numbers(complex, *a),
-    "builtins.range": lambda *a: _numbers(range, *a),
+    "builtins.complex": complex,
 }
 
 
@@ -281,7 +275,7 @@ class Settler:
         self._left -= 1
         if depth > _DEPTH_MAX or self._left < 0:
             raise Unsupported(f"reading {self._where}: {path[:200]} is nested too deeply, or often")
-        if type(value) in (*_PLAIN_KEYS, bytearray, range):
+        if type(value) in (*_PLAIN_KEYS, bytearray):
             return value
         if isinstance(value, dict):
             made = _empty_like(value)
