@@ -10,7 +10,7 @@ The parts are those of everstep.integrations.deepspeed: any stage and number of 
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import archives
 from everstep.interchange.pickles import Inert
-from everstep.interchange.tensors import Found, Part, named
+from everstep.interchange.tensors import Found, Part, lengths, named
 from everstep.interchange.trees import Saved
 
 LATEST = ("latest", "latest_universal")
@@ -42,15 +42,16 @@ def tag_of(folder: Path) -> Path | None:
     return folder if is_one else None
 
 
-@dataclass(slots=True)
 class _Rows:
-    """What the ranks have of parameters: by name its shape, and by key of the state ("fp32":
-    itself) its parts, or the one number of all."""
+    """What the ranks have of parameters, whose shapes `groups` tell: by name, and by key of the
+    state ("fp32": itself), its parts, or the one number of all."""
 
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    parts: dict[str, dict[str, list[Part]]] = field(default_factory=dict)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.groups = [{name: lengths(shape) for name, shape in own.items()} for own in groups]
+        self.shapes = {name: shape for own in self.groups for name, shape in own.items()}
+        self.parts: dict[str, dict[str, list[Part]]] = {}
+        self.dtypes: dict[str, str] = {}
+        self.numbers: dict[str, dict[str, Any]] = {}
 
     def _add(self, name: str, row: Mapping[str, Any], start: int, at: int, count: int) -> None:
         """From a rank's rows: `count` of its elements from `start` on lie at `at`."""
@@ -63,19 +64,18 @@ class _Rows:
             else:
                 self.numbers.setdefault(name, {})[key] = value
 
-    def read_partitions(self, tag: Path, ranks: Sequence[Any], shapes: Sequence[Any]) -> Any:
+    def read_partitions(self, tag: Path, ranks: Sequence[Any]) -> Any:
         """Returns the groups of parameters."""
         stage, count = ranks[0]["zero_stage"], ranks[0]["partition_count"]
         stage = stage.args[0] if isinstance(stage, Inert) else stage
         if (max(count) if isinstance(count, list) else count) != len(ranks):
             raise Corrupt(f"importing {tag}: it is of {count} ranks, and has {len(ranks)} files")
-        (self._read_stage3 if stage == 3 else self._read_stages_1_and_2)(ranks, shapes)
+        (self._read_stage3 if stage == 3 else self._read_stages_1_and_2)(ranks)
         base = ranks[0]["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
         return base["param_groups"]
 
-    def _read_stages_1_and_2(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
-        for group, own in enumerate(shapes):
-            self.shapes |= {name: tuple(shape) for name, shape in own.items()}
+    def _read_stages_1_and_2(self, ranks: Sequence[Any]) -> None:
+        for group, own in enumerate(self.groups):
             done = dict.fromkeys(own, 0)
             for rank in ranks:
                 row = {_WEIGHT: rank["single_partition_of_fp32_groups"][group]}
@@ -88,11 +88,10 @@ class _Rows:
                     self._add(name, row, done[name], at, count)
                     done[name] += count
 
-    def _read_stage3(self, ranks: Sequence[Any], shapes: Sequence[Any]) -> None:
-        for group, own in enumerate(shapes):
+    def _read_stage3(self, ranks: Sequence[Any]) -> None:
+        for group, own in enumerate(self.groups):
             at = 0
             for name, shape in own.items():
-                self.shapes[name] = tuple(shape)
                 size = prod(shape)
                 share = -(-size // len(ranks))
                 for rank, said in enumerate(ranks):
@@ -102,16 +101,15 @@ class _Rows:
                     self._add(name, row, start, at, min(share, size - start))
                 at += share
 
-    def read_universal(self, tag: Path, said: Mapping[str, Any], shapes: Sequence[Any]) -> None:
+    def read_universal(self, tag: Path, said: Mapping[str, Any]) -> None:
         """Each parameter has a folder, of a file for itself and for each tensor of its state: made
         of stage 3, each is a row of numbers."""
         common = (said.get("optimizer_state_dict") or {}).get("state") or {}
-        for group, own in enumerate(shapes):
+        for group, own in enumerate(self.groups):
             numbers = {
                 k: v for k, v in common.get(group, {}).items() if getattr(v, "shape", ()) == ()
             }
             for name, shape in own.items():
-                self.shapes[name] = tuple(shape)
                 self.numbers[name] = dict(numbers)
                 for path in sorted(named(tag / "zero", name, tag).glob("*.pt")):
                     value = archives.load(path)
@@ -130,7 +128,7 @@ class _Rows:
         found |= {name: each for name, each in _rest(states) if name not in known}
         return found | {name: found[of] for name, of in shared.items() if of in found}
 
-    def optimizer(self, shapes: Sequence[Any], groups: Sequence[Any]) -> dict[str, Any]:
+    def optimizer(self, groups: Sequence[Any]) -> dict[str, Any]:
         """Its state_dict, by names. A group's numbers are those of rows; of stage 3 it may have
         several."""
         state = {
@@ -140,7 +138,7 @@ class _Rows:
         }
         of = {row: index for index, group in enumerate(groups) for row in group["params"]}
         members: list[list[str]] = [[] for _ in groups]
-        for row, own in enumerate(shapes):
+        for row, own in enumerate(self.groups):
             members[of[row]] += own
         named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
         return {"state": state, "param_groups": named}
@@ -192,16 +190,15 @@ def read_zero(folder: Path, part: str) -> Saved:
         parts = {part: "module", "optimizer": "optimizer", "scheduler": "lr_scheduler"}
         plain = {name: states[0].get(key) for name, key in parts.items()}
         return Saved({name: each for name, each in plain.items() if each}, step)
-    said, rows = [archives.load(path) for path in files], _Rows()
-    shapes = [dict(each) for each in states[0]["param_shapes"]]
+    said, rows = [archives.load(path) for path in files], _Rows(states[0]["param_shapes"])
     if universal in files:
-        rows.read_universal(tag, said[0], shapes)
+        rows.read_universal(tag, said[0])
         groups = said[0]["param_groups"]
     else:
         said = [each["optimizer_state_dict"] for each in said]
-        groups = rows.read_partitions(tag, said, shapes)
+        groups = rows.read_partitions(tag, said)
     tree: dict[str, Any] = {part: rows.weights(states)}
-    tree |= {"optimizer": rows.optimizer(shapes, groups), "engine": _engine(states[0], said[0])}
+    tree |= {"optimizer": rows.optimizer(groups), "engine": _engine(states[0], said[0])}
     return Saved(tree, step, kind="ucp" if universal in files else None)
 
 
