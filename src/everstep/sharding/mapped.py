@@ -122,13 +122,13 @@ class Mapped:
 
     def __init__(self, layout: Layout | None = None) -> None:
         self._layout = layout
-        self._names: dict[tuple[int, str], str] = {}
-        self._split: dict[int, tuple[torch.Tensor, tuple[Piece, ...]]] = {}  # keeps the ids theirs
-        self._kept: list[torch.Tensor] = []
+        # With the tensors, so that ids stay theirs.
+        self._names: dict[tuple[int, str], tuple[torch.Tensor, str]] = {}
+        self._split: dict[int, tuple[torch.Tensor, tuple[Piece, ...]]] = {}
 
     def forget(self) -> None:
         """Tensors are others now."""
-        self._names, self._split, self._kept = {}, {}, []
+        self._names, self._split = {}, {}
 
     @property
     def is_empty(self) -> bool:
@@ -150,9 +150,8 @@ class Mapped:
             if found is not None and not isinstance(found, str):
                 self._split[id(tensor)] = tensor, _pieces(name, tensor, found)
                 return name
-            self._names[key] = name if found is None else found
-            self._kept.append(tensor)
-        return self._names[key]
+            self._names[key] = tensor, name if found is None else found
+        return self._names[key][1]
 
     def split(self, tensor: torch.Tensor) -> tuple[Piece, ...] | None:
         """The boxes of a parameter or buffer; None for one that is the tensor of its name."""

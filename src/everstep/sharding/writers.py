@@ -56,7 +56,7 @@ def assign_writers(held: Iterable[Held], rank: int) -> tuple[list[Leaf], list[Le
     return own, others
 
 
-Spread = ShardingSpec | tuple[Box, ...] | None
+Holding = ShardingSpec | tuple[Box, ...] | None
 """How a tensor is spread (None: it is whole), or, where only one rank can tell, the boxes that it
 has."""
 
@@ -67,7 +67,7 @@ class Shape:
 
     dtype: str
     shape: tuple[int, ...]
-    spread: Spread
+    spread: Holding
 
 
 class Holders:
@@ -87,7 +87,7 @@ class Holders:
         self._known: list[Any] | None = None
         self.digest = ""
         """Of how all ranks' tensors are spread; the same on all of them."""
-        self._of_name: dict[str, list[tuple[int, Spread]]] = {}
+        self._of_name: dict[str, list[tuple[int, Holding]]] = {}
         self._shapes: Mapping[str, Shape] = {}
         self.is_common = False
         """Whether each rank has something of each tensor, and none has boxes of them in parameters
@@ -98,7 +98,7 @@ class Holders:
         a digest, if they do. Where that is not known yet, all ranks have to ask, in whatever
         order, and each waits until the others have told as often as it has. Raises Unavailable;
         who asks again then goes on waiting."""
-        classes: dict[Spread, list[str]] = {}
+        classes: dict[Holding, list[str]] = {}
         for name in sorted(shapes):
             classes.setdefault(shapes[name].spread, []).append(name)
         said = [[_to_json(each), _digest(names, shapes)] for each, names in classes.items()]
@@ -240,14 +240,14 @@ def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:
     return shapes
 
 
-def _to_json(spread: Spread) -> Any:
+def _to_json(spread: Holding) -> Any:
     """For other ranks."""
     if isinstance(spread, tuple):
         return {"boxes": [(box.offsets, box.lengths) for box in spread]}
     return spread and spread.to_json()
 
 
-def _from_json(value: Any) -> Spread:
+def _from_json(value: Any) -> Holding:
     """Of another rank."""
     if isinstance(value, dict):
         return tuple(Box(tuple(at), tuple(lengths)) for at, lengths in value["boxes"])
@@ -258,7 +258,7 @@ def _splits(spread: ShardingSpec | None, rank: int, ndim: int) -> Any:
     return ((),) * ndim if spread is None else spread.splits(rank, ndim)
 
 
-def _boxes(spread: Spread, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def _boxes(spread: Holding, shape: tuple[int, ...]) -> tuple[Box, ...]:
     """Beside boxes that are listed: what is a DTensor on another rank is not compared with them."""
     if isinstance(spread, ShardingSpec):
         return ()

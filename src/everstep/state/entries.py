@@ -117,15 +117,12 @@ def entries_of(places: Iterable[Place]) -> Iterator[Entry]:
 def overlaps_of(entries: Sequence[Entry]) -> dict[int, Overlap]:
     """Those in the values, by id(). What is trained is none."""
     tensors: dict[int, tuple[str, Tensor, bool]] = {}
-    for entry in entries:
+    for entry in sorted(entries, key=lambda each: isinstance(each, ValueState)):
         with contextlib.suppress(Unsupported):  # of a part that perhaps nobody wants
             for leaf in entry.leaves(Guard()):
                 tensors.setdefault(id(leaf.tensor), (leaf.name, leaf.tensor, False))
-    for entry in entries:
-        if isinstance(entry, ValueState):
-            with contextlib.suppress(Unsupported):
-                for name, each in entry.tensors().items():
-                    tensors.setdefault(id(each), (name, each, not each.requires_grad))
+            for name, each in entry.tensors().items() if isinstance(entry, ValueState) else ():
+                tensors.setdefault(id(each), (name, each, not each.requires_grad))
     found: dict[int, Overlap] = {}
     for other, key in overlapping((key, row[1]) for key, row in tensors.items()):
         if not tensors[key][2]:

@@ -206,7 +206,8 @@ class State:
     def collect(self) -> Collected:
         """The state at this moment, by reference: tensors are not copied here, objects are. Raises
         Unsupported where it has other parts than it was given with."""
-        self._check_places()
+        for place in self._places:
+            place.check()
         graphed = {optimizer.index for optimizer in self.optimizers if optimizer.is_graphed}
         if self._walk is None or graphed != self._graphed or not self._guard.holds():
             self._graphed = graphed
@@ -273,10 +274,6 @@ class State:
                     each.name,
                     each.other_name,
                 )
-
-    def _check_places(self) -> None:
-        for place in self._places:
-            place.check()
 
     def _loose_shared_out(self, sink: NestedTensors) -> tuple[Leaf, ...]:
         """What this rank writes of the tensors that were met in objects: what is no rank's own is
@@ -368,7 +365,8 @@ class State:
         return chosen
 
     def _prepare(self, placement: Placement, only: list[str] | None) -> list[tuple[str, bool]]:
-        self._check_places()
+        for place in self._places:
+            place.check()
         self.name_parameters()
         chosen = self._entries if only is None else self._chosen(only)
         placement.overlaps = overlaps_of(self._entries)
