@@ -413,7 +413,9 @@ class State:
         aliases = {name: others for name, others in aliases.items() if name not in split}
         own, others = self._shared_out(leaves)
         self._held = [*own, *others] if self._compares else []
-        held = [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in own]
+        held = _own_storages(
+            [leaf._replace(owner=None) if self._is_eager(leaf) else leaf for leaf in own]
+        )
         here = {leaf.name: leaf.owner for leaf in held}
         sharded = tuple(
             Leaf(leaf.name, leaf.tensor, here[leaf.name])
@@ -477,6 +479,21 @@ class State:
                 several = owners.get(id(parameter), optimizer.index) != optimizer.index
                 owners[id(parameter)] = None if several else optimizer.index
         return owners
+
+
+def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
+    """The leaves, without an owner where others write to the same memory (views): copied at the
+    call, and all of them in the last step of a window."""
+    owners: dict[int, set[int | None]] = {}
+    for leaf in leaves:
+        owners.setdefault(leaf.tensor.untyped_storage().data_ptr(), set()).add(leaf.owner)
+    shared = {pointer for pointer, found in owners.items() if pointer and len(found) > 1}
+    if not shared:
+        return leaves
+    return [
+        leaf._replace(owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
+        for leaf in leaves
+    ]
 
 
 def is_in(name: str, parts: Iterable[str]) -> bool:
