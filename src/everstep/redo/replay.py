@@ -27,7 +27,6 @@ from everstep.sharding.leaves import Leaf
 from everstep.sharding.redundancy import (
     class_of,
     inner_of,
-    is_here,
     is_same_class,
     spread_hyperparameters,
 )
@@ -189,10 +188,8 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     call = _read(said, record.groups[said["optimizer"]], state, tensor)
     unlike = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
-        parameter.grad = None
-        if is_here(state.optimizer, parameter):
-            own = unlike.get(name, {})
-            parameter.grad = _gradient_of(record.tensors, at, name, parameter, own)
+        own = unlike.get(name, {})
+        parameter.grad = _gradient_of(record.tensors, at, name, parameter, own)
     for index, values in call.sets.items():
         install(state.optimizer, index, values)
     spread_hyperparameters(state.optimizer)

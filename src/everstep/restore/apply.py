@@ -29,10 +29,9 @@ from everstep.restore.records import Records
 from everstep.restore.streams import read_stream
 from everstep.sharding.layout import LocalBox, shards_of
 from everstep.sharding.redundancy import (
-    is_dealt_out,
+    is_here,
     is_same_class,
     offloaded_of,
-    send_around,
 )
 from everstep.sharding.topology import ALONE, differences
 from everstep.sharding.world import World
@@ -80,7 +79,7 @@ class Restore:
             self._place(chain.base)
             return chain.base.manifest, differences(chain.base.manifest.topology)
         state.name_parameters()
-        if self.scope.only is not None or _is_boxed(state):
+        if self.scope.only is not None or _is_beside(state):
             differing = [*chain.differences(ALONE), *chain.moved()]  # on the CPU
             self._check_exact(chain, differing)
             world.together("replaying", partial(self._replay_beside, chain))
@@ -195,7 +194,6 @@ class Restore:
         bytes than the run, as far as that is compared and allowed."""
         candidate, state, loader = self.candidate, self.state, self.loader
         together = state.world.together
-        self._check_alone()
         derivation = Derivation(chain, self.derived, state)
         names = chain.optimized | derivation.names
         placement, _ = self._match(chain.base, state.parts_of(names))
@@ -207,8 +205,6 @@ class Restore:
             return self._prepared(state.place_rest(saved, names, live), None)
 
         comparison = chain.comparison(state.layout(), state.world.number, is_moved=is_moved)
-        if any(is_dealt_out(each.optimizer) for each in state.optimizers):
-            comparison = None  # each rank replays a part alone, though the layout be that of DDP
 
         def replay() -> None:
             records = stack.enter_context(
@@ -227,8 +223,6 @@ class Restore:
         # The records are closed last: the system takes a while to take their memory back.
         with contextlib.ExitStack() as stack, _keeping_gradients(state):
             together("replaying", replay)
-            for optimizer in state.optimizers:
-                send_around(optimizer.optimizer)  # all ranks have come to the end of it
             rest = match_rest()
 
             def place() -> None:
@@ -261,16 +255,6 @@ class Restore:
         found = rebuilt(candidate, chain, self.loader)
         fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
         placement.finish()
-
-    def _check_alone(self) -> None:
-        """Raises Unsupported where it takes other ranks to replay."""
-        dealt = [each.name for each in self.state.optimizers if is_dealt_out(each.optimizer)]
-        if self.state.world.is_alone and dealt:
-            raise Unsupported(
-                f"restoring step {self.candidate.name.step}: it has to be replayed, and other "
-                f"ranks make some of the updates of {dealt[0]!r}. Restore it by a Checkpointer of "
-                f"all ranks"
-            )
 
     def _tell_classes(self, base: Described) -> None:
         """A replay refuses another class; a whole state fits into it, whatever that makes of it."""
@@ -321,15 +305,16 @@ def _live_optimized(state: State) -> dict[str, list[LocalBox]]:
     return found
 
 
-def _is_boxed(state: State) -> bool:
-    """Whether parameters of some rank are boxes of other tensors: records have a gradient for each
-    tensor, and no such parameter is updated by one. The log is replayed beside the state then."""
-    is_split = any(
-        optimizer.mapped.split(parameter) is not None
+def _is_beside(state: State) -> bool:
+    """Whether a log is replayed beside the state. Records have a gradient for each tensor: no
+    parameter is updated by one that is boxes of other tensors, nor one of which another rank makes
+    the updates."""
+    is_apart = any(
+        optimizer.mapped.split(parameter) is not None or not is_here(optimizer.optimizer, parameter)
         for optimizer in state.optimizers
         for _, _, parameter, _ in optimizer.parameters()
     )
-    return any(state.world.gather("comparing parameters", is_split))
+    return any(state.world.gather("comparing parameters", is_apart))
 
 
 def _kinds(state: State) -> dict[str, str]:

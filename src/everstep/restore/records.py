@@ -29,7 +29,6 @@ from everstep.restore.fill import fill_part
 from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
 from everstep.sharding.ranked import own_name, unowned
-from everstep.sharding.redundancy import is_here
 from everstep.sharding.world import World
 from everstep.state.optimizers import OptimizerState
 
@@ -85,11 +84,10 @@ class Records:
         """By the id() of tables, as are those below: they are held in it."""
         self._merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
         self._owners: dict[str, torch.Tensor] = {}
-        """The parameters of which this rank makes updates, by name."""
+        """The parameters, by name."""
         for state in optimizers.values():
             for _, name, parameter, _ in state.parameters():
-                if is_here(state.optimizer, parameter):
-                    self._owners[name] = parameter
+                self._owners[name] = parameter
         self._is_on_cpu = all(each.device.type == "cpu" for each in self._owners.values())
         self._slabs = Slabs()
         self._waiting = deque(self._rows)

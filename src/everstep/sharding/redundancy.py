@@ -98,18 +98,6 @@ def is_torchs(kind: type[Optimizer]) -> bool:
     return kind is not Optimizer and getattr(torch.optim, kind.__name__, None) is kind
 
 
-def send_around(optimizer: Optimizer) -> None:
-    """Give each rank what others have updated, after a replay of this rank's part alone; a
-    collective, where there is anything to send."""
-    if is_redundancy_free(optimizer):
-        cast(Any, optimizer)._sync_params()
-
-
-def is_dealt_out(optimizer: Optimizer) -> bool:
-    """Whether other ranks make some of its updates, of parameters that are here, too."""
-    return is_redundancy_free(optimizer) and cast(Any, optimizer).world_size > 1
-
-
 def updating_ranks(
     optimizer: Optimizer, parameter: torch.Tensor, name: str, ranks: tuple[int, ...]
 ) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from everstep.errors import Mismatch, Unsupported
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
-from everstep.sharding.mapped import Mapped, StateOf, has_shape_of, memory_like
+from everstep.sharding.mapped import Mapped, StateOf, memory_like
 from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
@@ -103,21 +103,14 @@ class OptimizerState:
         return (place.leaf for row in self.owned() for place in self.mapped.places(*row))
 
     def here(self) -> list[Leaf]:
-        """What of the memory of its parameters, and behind them of their state, this rank updates,
-        in an order that is the same where the layout is; of boxes of other tensors those. No state
-        where its class says itself what that is, and may bring it back in another form."""
-        found: dict[tuple[bool, str, str, str], Leaf] = {}
+        """What is here of its parameters, and behind them of their state, in an order that is the
+        same where the layout is; none of them is boxes of other tensors. No state where its class
+        says itself what that is, and may bring it back in another form."""
+        found: dict[tuple[bool, str, str], Leaf] = {}
         for leaf, of in self.owned():
-            name, parameter, key = (of.name, of.parameter, str(of.key)) if of else (*leaf[:2], "")
-            is_updated = is_here(self.optimizer, parameter) and not (of and self.has_own_methods)
-            if is_updated and self.mapped.names_here(name, parameter):
-                shards = None
-                if has_shape_of(parameter, leaf.tensor, key):
-                    shards = self.mapped.pieces(parameter, leaf.tensor)
-                parts = [local_of(leaf.tensor)] if shards is None else [e.tensor for e in shards]
-                for number, part in enumerate(parts):  # in words, as records have them
-                    place = bool(key), name, key, str(number)
-                    found[place] = Leaf(f"{self.name}.{name}.{key}" if key else name, part.detach())
+            if of is None or not self.has_own_methods:
+                place = (True, of.name, str(of.key)) if of else (False, leaf.name, "")
+                found[place] = Leaf(leaf.name, local_of(leaf.tensor).detach())
         return [found[place] for place in sorted(found) if found[place].tensor.numel()]
 
     @property
