@@ -130,7 +130,7 @@ def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
 def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
     """Raises Unsupported where updates may come from a CUDA graph."""
     for state in optimizers:
-        if state.was_captured or state.is_graphed:
+        if state.is_graphed:
             raise Unsupported(f"updates of {state.name!r} may come from a CUDA graph, unseen")
 
 

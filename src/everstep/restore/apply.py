@@ -14,7 +14,6 @@ from functools import partial
 import torch
 
 from everstep.errors import KINDS, EverstepError, Unsupported, kind_of
-from everstep.format.boxes import Box
 from everstep.format.global_tensors import Described, Version
 from everstep.format.manifest import Manifest
 from everstep.redo.derived import Derived
@@ -27,7 +26,7 @@ from everstep.restore.load import Loader
 from everstep.restore.rebuild import rebuilt
 from everstep.restore.records import Records
 from everstep.restore.streams import read_stream
-from everstep.sharding.layout import LocalBox, shards_of
+from everstep.sharding.layout import shards_of
 from everstep.sharding.redundancy import (
     is_here,
     is_same_class,
@@ -226,8 +225,10 @@ class Restore:
             rest = match_rest()
 
             def place() -> None:
-                live = {name: shards_of(each)[1] for name, each in derivation.live().items()}
-                live |= _live_optimized(state)
+                tensors = derivation.live()
+                for optimizer in state.optimizers:
+                    tensors |= {leaf.name: leaf.tensor for leaf in optimizer.tensors()}
+                live = {name: shards_of(each)[1] for name, each in tensors.items()}
                 stored, brought = _split(rest, names)
                 fill(candidate, chain.versions, _unfilled(stored, chain, placement), loader)
                 fill_from_live(live, brought)
@@ -293,16 +294,6 @@ def _unfilled(wanted: Wanted, chain: Chain, placement: Placement) -> Wanted:
         )
 
     return {name: row for name, row in wanted.items() if not is_filled(name)}
-
-
-def _live_optimized(state: State) -> dict[str, list[LocalBox]]:
-    """What is here of the tensors that optimizers change."""
-    found: dict[str, list[LocalBox]] = {}
-    for optimizer in state.optimizers:
-        for leaf in optimizer.places():
-            box = leaf.box or Box.whole(tuple(leaf.tensor.shape))
-            found.setdefault(leaf.name, []).append(LocalBox(box, leaf.tensor))
-    return found
 
 
 def _is_beside(state: State) -> bool:

@@ -98,10 +98,6 @@ class OptimizerState:
         """The same alone."""
         return (leaf for leaf, _ in self.owned())
 
-    def places(self) -> Iterator[Leaf]:
-        """The same as boxes of what they are globally."""
-        return (place.leaf for row in self.owned() for place in self.mapped.places(*row))
-
     def here(self) -> list[Leaf]:
         """What is here of its parameters, and behind them of their state, in an order that is the
         same where the layout is; none of them is boxes of other tensors. No state where its class
