@@ -341,7 +341,7 @@ def test_an_operation_that_outlasts_the_copy_is_seen(store, slow_copy, monkeypat
 def saves_without_updates(store):
     state = build(1, width=512)
     supervised(state)
-    with checkpointer(store, state, strategy="full", memory_bytes=2_420_000) as saver:
+    with checkpointer(store, state, strategy="full", memory_bytes=2_600_000) as saver:
         for step in range(1, 7):
             saver.step(step)
 

@@ -23,7 +23,7 @@ SLOTS = 3
 SLOTS_MIN = 2
 """So that one good copy is whole while the next one is made."""
 BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
-_STILL_SLACK_BYTES = 4 * STILL_GROUPS * PAGE_BYTES
+_STILL_SLACK_BYTES = 2 * (STILL_GROUPS + 1) * PAGE_BYTES
 """In each image, for packs more: what is seen not to change gets its own (still.py)."""
 _DOCUMENT_SLACK_BYTES = 1 << 20
 _LOOK_S = 0.2
