@@ -93,7 +93,8 @@ def main(arguments: list[str] | None = None) -> None:
         trained = {kind: _trained(kind) for kind in args.kinds}
         if args.disk:
             for kind, training in trained.items():
-                console.print(every_step(args.disk, kind, training))
+                for strategy in ("full", "log"):
+                    console.print(every_step(args.disk, kind, training, strategy))
             return
         for kind, training in trained.items():
             if args.samples:
@@ -192,15 +193,17 @@ def run(root: Path, training: Training, link: float, mode: str) -> Row:
     return Row(middle(durable), middle(sizes), middle(beside) / middle(plain) - 1, codecs)
 
 
-def every_step(folder: Path, kind: str, training: Training) -> Table:
+def every_step(folder: Path, kind: str, training: Training, strategy: str) -> Table:
     """Train with a save at each step, by one way after another."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for number in range(DISK_ROUNDS):
         modes = ["alone", "raw", "auto"]
         for mode in modes[number % 3 :] + modes[: number % 3]:
             with tempfile.TemporaryDirectory(prefix="codecs-", dir=folder) as root:
-                found.setdefault(mode, []).append(_steps(Path(root), training, mode))
-    table = Table(f"{kind}, each step", "step, ms", "call, ms", "durable, s", "steps / raw")
+                found.setdefault(mode, []).append(_steps(Path(root), training, mode, strategy))
+    table = Table(
+        f"{kind}, {strategy}, each step", "step, ms", "call, ms", "durable, s", "steps / raw"
+    )
     for mode, rows in found.items():
         step, call, durable = map(statistics.median, zip(*rows, strict=True))
         ratios = [own[0] / raw[0] for own, raw in zip(rows, found["raw"], strict=True)]
@@ -210,13 +213,13 @@ def every_step(folder: Path, kind: str, training: Training) -> Table:
     return table
 
 
-def _steps(store: Path, training: Training, mode: str) -> tuple[float, float, float]:
+def _steps(store: Path, training: Training, mode: str, strategy: str) -> tuple[float, float, float]:
     """Seconds of a step with its call, of the call alone, and until it is durable."""
     if mode == "alone":
         return statistics.median(_timed(training) for _ in range(DISK_STEPS)), 0.0, 0.0
     calls, steps = [], []
     keep, tiers = everstep.Keep(last=2), everstep.Tiers(codecs=mode)
-    options = {"strategy": "full", "keep": keep, "tiers": tiers}
+    options = {"strategy": strategy, "keep": keep, "tiers": tiers}
     with everstep.Checkpointer(store, training.state, **options) as checkpointer:
         for number in range(1, DISK_STEPS + 1):
             seconds, began = _timed(training), time.perf_counter()

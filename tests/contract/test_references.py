@@ -263,13 +263,13 @@ def frozen_stack():
 
 
 @pytest.mark.parametrize("strategy", ["full", "log"])
-def test_a_layer_that_thaws_costs_itself_and_its_neighbours_in_a_file(local, strategy):
+def test_a_layer_that_is_unfrozen_costs_itself_and_its_neighbours_in_a_file(local, strategy):
     state, written, weights = frozen_stack(), [], {}
     with everstep.Checkpointer(local, state, strategy=strategy) as checkpointer:
         for step in range(1, 8):
             if step == 4:
-                thawed = state["model"][15].requires_grad_(True)
-                state["optimizer"].add_param_group({"params": list(thawed.parameters())})
+                unfrozen = state["model"][15].requires_grad_(True)
+                state["optimizer"].add_param_group({"params": list(unfrozen.parameters())})
             train(state, step)
             handle = checkpointer.step(step)
             handle.wait(timeout=60)

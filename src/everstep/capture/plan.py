@@ -35,8 +35,8 @@ class Plan:
 STILL_BYTES_MIN = 64 << 10
 """For less a file of its own costs more than it saves."""
 STILL_GROUPS = 8
-"""Files of frozen layers, from STILL_GROUPS * STILL_BYTES_MIN bytes on: who thaws one layer has as
-many parts of the others written anew. Each is looked up at each save."""
+"""Files of frozen layers, from STILL_GROUPS * STILL_BYTES_MIN bytes on: who unfreezes
+one layer has that part of the others written anew. Each save looks each of them up."""
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
@@ -86,7 +86,7 @@ class Still:
 
 
 def _layer_of(entry: str) -> bytes:
-    """What it is of: "model.blocks.3" of "model.blocks.3.mlp.weight"."""
+    """The layer that it belongs to: "model.blocks.3" of "model.blocks.3.mlp.weight"."""
     found = _LAYER.match(entry)
     return (found[1] if found else entry).encode()
 
