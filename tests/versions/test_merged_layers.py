@@ -168,6 +168,7 @@ def test_all_that_is_wrong_is_told_at_once(store, other_store, tmp_path, capsys)
         ((other_store, 1), {"tensors": '"model.nothing"'}),
         ((other_store, 1), {"tensors": '"model.layer1.*"', "rename": '{ "model" = "../../etc" }'}),
         ((other_store, 1), {"tensors": '"model.{5..1}"'}),
+        ((other_store, 1), {"tensors": '"model.{0..1"'}),
         (("s3x://what", 1), {"tensors": '"model.layer1.*"'}),
         ((other_store, 1), {"tensors": "7"}),
     )
@@ -184,9 +185,10 @@ def test_all_that_is_wrong_is_told_at_once(store, other_store, tmp_path, capsys)
         "float32 [5, 3]",
         "no tensor is called 'model.nothing'",
         "the base has no tensor '../../etc.layer1.bias'",
-        "{5..1} has no numbers",
+        "no tensor is called 'model.{5..1}'",
+        "no tensor is called 'model.{0..1'",
         "s3x",
-        "take 11.tensors is 7 (",
+        "take 12.tensors is 7 (",
     ):
         assert each in said, each
     assert not new.exists()

@@ -2,7 +2,7 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from everstep.errors import Unsupported
 from everstep.store import catalog
 
 if TYPE_CHECKING:
-    from everstep.versions.diff import Change, Difference
+    from everstep.versions.diff import Change
 
 _MEANING = (
     "A, B: a step of the run, a tag, or step-epoch for one on any branch; OTHER: the store of B, "
@@ -45,50 +45,44 @@ def run(args: argparse.Namespace) -> Answer:
     places = [(disk, catalog.find(disk, step)) for disk, (step,) in sides]
     with Loader() as loader, progress_bar("comparing") as progress:
         first, second = (Whole(disk, name, loader) for disk, name in places)
-        found = compare(first, second, progress)
+        changes, others = compare(first, second, progress)
     title = " → ".join(str(name) for _, name in places)
     if args.plot:
-        _plot(found, first.weights, title, args.plot)
-    said = {"first": str(places[0][1]), "second": str(places[1][1])}
-    shown = found.changes if args.all else _of(found.changes, first.weights)
-    facts = said | found.to_json() | {"seconds": progress.seconds}
-    return Answer(facts, [text.paint(title, "title"), *_lines(found, shown)])
+        try:
+            from everstep.versions.picture import draw
+        except ImportError as error:
+            raise Unsupported("a picture needs matplotlib: pip install matplotlib") from error
+        draw([each for each in changes if each.name in first.weights], title, args.plot)
+    changed = [each for each in changes if each.changed]
+    facts = {
+        "first": str(places[0][1]),
+        "second": str(places[1][1]),
+        "changed": [each.to_json() for each in changed],
+        "equal": [each.name for each in changes if not each.changed],
+        **others,
+        "seconds": progress.seconds,
+    }
+    shown = [each for each in changed if args.all or each.name in first.weights]
+    lines = list(_lines(facts, shown)) or ["nothing differs"]
+    equal = text.plural(len(facts["equal"]), "tensor")
+    return Answer(facts, [text.paint(title, "title"), *lines, f"{equal} equal"])
 
 
-def _plot(found: "Difference", weights: Any, title: str, path: Path) -> None:
-    try:
-        from everstep.versions.picture import draw
-    except ImportError as error:
-        raise Unsupported("a picture needs matplotlib: pip install matplotlib") from error
-
-    draw(_of(found.compared, weights), title, path)
-
-
-def _of(changes: Iterable["Change"], names: Container[str]) -> list["Change"]:
-    return [change for change in changes if change.name in names]
-
-
-def _lines(found: "Difference", shown: list["Change"]) -> Iterator[str]:
-    if found.is_empty:
-        yield "nothing differs"
-        return
+def _lines(facts: dict[str, Any], shown: list["Change"]) -> Iterator[str]:
     if shown:
         yield from text.table(_TITLES, list(map(_cells, shown)), right=_TITLES[1:])
-    listed = {change.name for change in shown}
-    others = Counter(
-        each.name.partition(".")[0] for each in found.changes if each.name not in listed
-    )
-    for part, count in others.items():
+    names = {each["name"] for each in facts["changed"]} - {change.name for change in shown}
+    for part, count in Counter(name.partition(".")[0] for name in sorted(names)).items():
         yield f"{text.clean(part)}: {text.plural(count, 'tensor')} changed (--all lists them)"
-    yield f"{text.plural(len(found.equal), 'tensor')} equal"
-    for name, (first, second) in found.other.items():
+    for name, (first, second) in facts["other"].items():
         yield f"{text.clean(name)}: {first} → {second}"
-    for names, which in ((found.only_first, "first"), (found.only_second, "second")):
-        yield from (f"{text.clean(name)}: only in the {which}" for name in names)
-    for row in found.hyperparameters:
+    for which in ("first", "second"):
+        for name in facts[f"only_{which}"]:
+            yield f"{text.clean(name)}: only in the {which}"
+    for row in facts["hyperparameters"]:
         of = text.plural(len(row["parameters"]), "parameter")
         yield f"{text.clean(row['optimizer'])}, {text.clean(row['key'])}: {_both(row)} (of {of})"
-    for row in found.objects:
+    for row in facts["objects"]:
         yield f"{text.clean(row['path'])}: {_both(row)}"
 
 

@@ -43,8 +43,7 @@ def average(
         draft = Draft(str(disk.root), told, strategy="average", like=wholes[-1].manifest)
         for weight, entry in wholes[-1].weights.items():
             draft.add_tensor(weight, _mean(wholes, shares, weight))
-            if entry.aliases:
-                draft.aliases[weight] = list(entry.aliases)
+            draft.aliases[weight] = list(entry.aliases)
         if not draft.tensors:
             raise Mismatch(f"averaging steps of {disk.root}: they have no weights")
         return write(target, draft, max(name.step for name in chosen), progress=progress)

@@ -5,8 +5,7 @@ Chunks that have the same digest in both are not read; of the others some are in
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.format.packs import CHUNK_BYTES
-from everstep.restore.whole import BATCH_BYTES, Whole, kind_of
+from everstep.format.packs import CHUNK_BYTES, chunk_count
+from everstep.restore.whole import Whole, kind_of
 from everstep.state.objects import plain_json
 from everstep.store.copy import Progress
 
@@ -46,124 +45,76 @@ class Change:
         """Of the tensor in the first checkpoint."""
         return None if self.squares_before is None else math.sqrt(self.squares_before)
 
-    @property
-    def rms(self) -> float:
-        """Of the change of an element."""
-        return math.sqrt(self.squares / max(1, self.elements))
-
     def to_json(self) -> dict[str, Any]:
         """For programs. What is no number is a text."""
-        names = "name", "elements", "changed", "norm", "norm_before", "rms", "largest"
+        names = "name", "elements", "changed", "norm", "norm_before", "largest"
         found: dict[str, Any] = plain_json({n: getattr(self, n) for n in names}, self.name)
         return found
 
 
-@dataclass(slots=True)
-class Difference:
-    """What a comparison came to. `other`: tensors of another dtype or shape: both, as text."""
-
-    compared: list[Change] = field(default_factory=list)
-    other: dict[str, tuple[str, str]] = field(default_factory=dict)
-    only_first: list[str] = field(default_factory=list)
-    only_second: list[str] = field(default_factory=list)
-    hyperparameters: list[dict[str, Any]] = field(default_factory=list)
-    """`optimizer`, `key`, both values, and the `parameters` of which they are."""
-    objects: list[dict[str, Any]] = field(default_factory=list)
-    """`path`, and both values, as tagged JSON; None where there is none."""
-    bytes_compared: int = 0
-
-    @property
-    def changes(self) -> list[Change]:
-        """Of tensors that differ."""
-        return [change for change in self.compared if change.changed]
-
-    @property
-    def equal(self) -> list[str]:
-        """The names of the others."""
-        return [change.name for change in self.compared if not change.changed]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the two are the same state."""
-        sides = (self.other, self.only_first, self.only_second, self.hyperparameters, self.objects)
-        return not any((self.changes, *sides))
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        said = {key: value for key, value in asdict(self).items() if key != "compared"}
-        return {"changed": [each.to_json() for each in self.changes], "equal": self.equal, **said}
-
-
 def compare(
     first: Whole, second: Whole, progress: Progress = lambda done, total: None
-) -> Difference:
-    """Compare two checkpoints; blocks. Takes memory for some blocks; of a log for all of it. Raises
-    Corrupt, Unavailable."""
-    found = Difference()
-    found.hyperparameters = _changed_hyperparameters(first, second)
-    found.objects = list(_changed_objects("", _objects(first), _objects(second)))
-    pairs = _paired(first, second, found)
+) -> tuple[list[Change], dict[str, Any]]:
+    """Compare two checkpoints; blocks. Returns how each tensor that both have has changed, or not;
+    and what differs beside that:
+
+        other                       tensors of another dtype or shape: both, as text
+        only_first, only_second     names
+        hyperparameters             optimizer, key, both values, the parameters of which they are
+        objects                     path, and both values, as tagged JSON; None where there is none
+
+    Takes memory for some blocks; of a log for all of it. Raises Corrupt, Unavailable."""
+    pairs, others = _paired(first, second)
     changes = {name: Change(name, prod(first.entries[name].spec.shape)) for name in pairs}
     rows: list[tuple[str, Box]] = []
     for name, change in changes.items():
-        ranges = _ranges(first, second, name, pairs[name], change.elements)
-        if sum(end - start for start, end in ranges) < change.elements:
+        boxes = list(_differing(first, second, name, pairs[name]))
+        if sum(box.count for box in boxes) < change.elements:
             change.squares_before = None
-        shape = first.entries[name].spec.shape
-        rows += [(name, box) for start, end in ranges for box in flat_boxes(shape, start, end)]
-    total = sum(first.size(*row) for row in rows)
-    others = second.read_boxes((pairs[name], box) for name, box in rows)
-    for (name, box, before), (_, _, after) in zip(first.read_boxes(rows), others, strict=True):
+        rows += [(name, box) for box in boxes]
+    done, total = 0, sum(first.size(*row) for row in rows)
+    told = second.read_boxes((pairs[name], box) for name, box in rows)
+    for (name, box, before), (_, _, after) in zip(first.read_boxes(rows), told, strict=True):
         _add(changes[name], before.flatten(), after.flatten())
-        found.bytes_compared += first.size(name, box)
-        progress(found.bytes_compared, total)
-    found.compared = list(changes.values())
-    return found
+        done += first.size(name, box)
+        progress(done, total)
+    others["hyperparameters"] = _changed_hyperparameters(first, second)
+    others["objects"] = list(_changed_objects("", _objects(first), _objects(second)))
+    return list(changes.values()), {**others, "bytes_compared": done}
 
 
-def _paired(first: Whole, second: Whole, found: Difference) -> dict[str, str]:
-    """The tensors that can be compared, by their names in the first: those in the second. What
-    cannot be is noted."""
-    pairs = {}
+def _paired(first: Whole, second: Whole) -> tuple[dict[str, str], dict[str, Any]]:
+    """The tensors that can be compared, by their names in the first: those in the second; and what
+    cannot be."""
+    pairs, other, only_first = {}, {}, []
     for name, entry in first.entries.items():
         called = (name, *entry.aliases)
-        other = next(filter(None, map(second.firsts.get, called)), None)
-        if other is None:
-            found.only_first.append(name)
-        elif (said := kind_of(entry)) != (told := kind_of(second.entries[other])):
-            found.other[name] = said, told
+        twin = next(filter(None, map(second.firsts.get, called)), None)
+        if twin is None:
+            only_first.append(name)
+        elif (said := kind_of(entry)) != (told := kind_of(second.entries[twin])):
+            other[name] = said, told
         else:
-            pairs[name] = other
+            pairs[name] = twin
     known = first.firsts.keys()
-    found.only_second = [
+    only_second = [
         name for name, entry in second.entries.items() if known.isdisjoint((name, *entry.aliases))
     ]
-    return pairs
+    return pairs, {"other": other, "only_first": only_first, "only_second": only_second}
 
 
-def _ranges(
-    first: Whole, second: Whole, name: str, other: str, elements: int
-) -> list[tuple[int, int]]:
-    """The elements, as ranges in row-major order, that may differ."""
-    item = ITEM_SIZES[first.entries[name].spec.dtype]
-    step = BATCH_BYTES // item
-    pieces, others = first.contents.get(name), second.contents.get(other)
-    if pieces and others and pieces.keys() == others.keys():
-        pairs = (zip(pieces[box], others[box], strict=True) for box in pieces)
-        if all(_are_equal(*pair) for pair in chain.from_iterable(pairs)):
-            return []
-        if len(pieces) == 1:
-            step = CHUNK_BYTES // item
-            (chunks,), (own,) = pieces.values(), others.values()
-            differing = [
-                n for n, pair in enumerate(zip(chunks, own, strict=True)) if not _are_equal(*pair)
-            ]
-            return [(n * step, min(elements, (n + 1) * step)) for n in differing]
-    return [(start, min(elements, start + step)) for start in range(0, elements, step)]
-
-
-def _are_equal(digest: str | None, other: str | None) -> bool:
-    return digest == other is not None
+def _differing(first: Whole, second: Whole, name: str, other: str) -> Iterator[Box]:
+    """The boxes of a tensor that may differ: of chunks whose digests do, or are not known."""
+    spec = first.entries[name].spec
+    pieces, others = first.contents.get(name, {}), second.contents.get(other, {})
+    if not pieces or pieces.keys() != others.keys():
+        pieces = others = {Box.whole(spec.shape): (None,) * chunk_count(spec.size)}
+    step = CHUNK_BYTES // ITEM_SIZES[spec.dtype]
+    for piece, digests in pieces.items():
+        for n, (digest, own) in enumerate(zip(digests, others[piece], strict=True)):
+            if digest is None or digest != own:
+                boxes = flat_boxes(piece.lengths, n * step, min(piece.count, (n + 1) * step))
+                yield from (box.shifted(piece.offsets) for box in boxes)
 
 
 def _add(change: Change, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -200,15 +151,9 @@ def _changed_hyperparameters(first: Whole, second: Whole) -> list[dict[str, Any]
     for optimizer in sorted({*first.optimizers, *second.optimizers}):
         sets, others = _by_parameter(first, optimizer), _by_parameter(second, optimizer)
         for parameter in sorted({*sets, *others}):
-            before, after = sets.get(parameter, {}), others.get(parameter, {})
-            for key in sorted({*before, *after}):
-                values = before.get(key), after.get(key)
-                if values[0] != values[1]:
-                    row = {"optimizer": optimizer, "key": key, "first": values[0]}
-                    row |= {"second": values[1], "parameters": []}
-                    rows.setdefault(repr((optimizer, key, values)), row)["parameters"] += [
-                        parameter
-                    ]
+            for said in _changed_objects("", sets.get(parameter, {}), others.get(parameter, {})):
+                row = {"optimizer": optimizer, "key": said.pop("path"), **said}
+                rows.setdefault(repr(row), {**row, "parameters": []})["parameters"] += [parameter]
     return list(rows.values())
 
 

@@ -176,21 +176,15 @@ class _Plan:
                 own["state"][new] = list(keys)
                 for key in keys:
                     self._put(f"{optimizer}.{new}.{key}", source, f"{optimizer}.{name}.{key}")
-            self._set_plain(optimizer, new, plain)
+            kept = self.objects.get(optimizer) or {"state": {}, "other": {}}
+            kept.get("state", {}).pop(new, None)
+            if plain is not None:
+                kept["state"][new] = plain
+                self.objects[optimizer] = kept
             mine = self.hyperparameters.setdefault(optimizer, [])
             if repr(chosen) not in map(repr, mine):
                 mine.append(chosen)
             own["groups"][new] = list(map(repr, mine)).index(repr(chosen))
-
-    def _set_plain(self, optimizer: str, name: str, value: Any) -> None:
-        """What an optimizer keeps of a parameter that is no tensor."""
-        said = self.objects.get(optimizer)
-        if value is None:
-            if isinstance(said, dict):
-                said.get("state", {}).pop(name, None)
-            return
-        said = self.objects.setdefault(optimizer, {"state": {}, "other": {}})
-        said["state"][name] = value
 
     def counts(self) -> dict[str, int]:
         """Tensors by source."""
@@ -211,8 +205,7 @@ class _Plan:
                 own[name] = entry
                 continue
             draft.add_tensor(new, found_in(whole, name))
-            if entry.aliases:
-                draft.aliases[new] = list(entry.aliases)
+            draft.aliases[new] = list(entry.aliases)
         for whole, wanted in shared.items():
             draft.borrowed += _borrowed(whole, wanted)
         return draft
