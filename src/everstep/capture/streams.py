@@ -75,10 +75,10 @@ class Streams:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def links_of(streams: Mapping[str, Future[Stream]]) -> dict[str, Any]:
+def links_of(streams: Mapping[str, Future[Stream]]) -> dict[str, Stream]:
     """For a descriptor; blocks until all are durable. Raises Unavailable, Unsupported."""
     try:
-        return {name: future.result().to_json() for name, future in streams.items()}
+        return {name: future.result() for name, future in streams.items()}
     except EverstepError:
         raise
     except Exception as error:

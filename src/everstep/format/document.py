@@ -12,6 +12,7 @@ import gc
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from functools import wraps
 from itertools import chain, repeat
 from typing import Any, ParamSpec, TypeVar
@@ -63,12 +64,20 @@ def uncollected(work: Callable[P, T]) -> Callable[P, T]:
 
 
 def seal(value: dict[str, Any]) -> bytes:
-    """Encode `value` as a sealed document: a dict of plain JSON, not empty, without "digest"."""
-    assert value
+    """Encode `value` as a sealed document, of this format: a dict of plain JSON, without "digest".
+    A dataclass in it is an object of its members, but for those that are None."""
     assert "digest" not in value
-    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    said, brief = {"format": FORMAT_VERSION, **value}, (",", ":")
+    text = json.dumps(
+        said, separators=brief, ensure_ascii=False, allow_nan=False, default=_as_object
+    )
     body = text[:-1].encode()
     return body + _MARK + digest_of(body).encode() + b'"}\n'
+
+
+def _as_object(value: Any) -> dict[str, Any]:
+    found = ((each.name, getattr(value, each.name)) for each in fields(value))
+    return {name: each for name, each in found if each is not None}
 
 
 @uncollected

@@ -5,13 +5,12 @@ in a piece table (tables.py).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import count, islice
 from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt
 from everstep.format.document import (
-    FORMAT_VERSION,
     Shape,
     anything,
     digest,
@@ -117,7 +116,8 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one rank wrote: table, packs, a digest per header and chunk, the step of its pieces.
+    """What one rank wrote, as it stands in a manifest: table, packs, a digest per header and chunk,
+    the step of its pieces.
 
     `stored`: None, or of a packed part (format/packed.py) the stored bytes behind each digest.
     `encoded`: which of its chunks are; None in parts of before, where all that are smaller are byte
@@ -184,14 +184,9 @@ class Stream:
         """All that it needs."""
         return self.part, self.table, *self.packs
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest."""
-        packs = [pack.to_json() for pack in self.packs]
-        return {"part": self.part.to_json(), "table": self.table.to_json(), "packs": packs}
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Stream":
-        """Of what `to_json` made."""
+        """Of a _STREAM."""
         part, table = FileLink.from_json(value["part"]), FileLink.from_json(value["table"])
         return cls(part, table, tuple(map(FileLink.from_json, value["packs"])))
 
@@ -322,18 +317,14 @@ class Manifest:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The sealed manifest."""
-    previous = manifest.previous
     keys = (key.removesuffix("?") for key in _MANIFEST)
     members: dict[str, Any] = {key: getattr(manifest, key) for key in keys}
     members |= {
-        "parts": list(map(part_to_json, manifest.parts)),
-        "previous": asdict(previous) if previous else None,
         "records": [_record_to_json(manifest, record) for record in manifest.records],
-        "streams": {name: stream.to_json() for name, stream in manifest.streams.items()},
         "index": manifest.index and manifest.index.to_json(),
     }
     said = {key: each for key, each in members.items() if each or key not in _IF_ANY}
-    return seal({"format": FORMAT_VERSION, **said})
+    return seal(said)
 
 
 @uncollected
@@ -411,9 +402,9 @@ def _record_to_json(manifest: Manifest, record: Record) -> dict[str, Any]:
     if record.derived:
         said["derived"] = record.derived
     if len(record.parts) > 1:
-        return {**said, "parts": list(map(part_to_json, record.parts))}
+        return {**said, "parts": record.parts}
     if not manifest.parts:
-        return {**said, "part": part_to_json(record.part)}
+        return {**said, "part": record.part}
     return {**said, "part": next(i for i, p in enumerate(manifest.parts) if p is record.part)}
 
 
@@ -428,20 +419,6 @@ def _record_from_json(value: Mapping[str, Any], parts: Sequence[Part]) -> Record
     else:
         own = (parts[value["part"]] if parts else part_from_json(value["part"]),)
     return Record(value["step"], tuple(value["calls"]), own, value.get("derived", {}))
-
-
-def part_to_json(part: Part) -> dict[str, Any]:
-    """As it stands in a manifest."""
-    return {
-        "rank": part.rank,
-        "steps": part.steps,
-        "table": part.table.to_json(),
-        "packs": [pack.to_json() for pack in part.packs],
-        "digests": part.digests,
-        **({} if part.stored is None else {"stored": part.stored}),
-        **({} if part.encoded is None else {"encoded": part.encoded}),
-        **({} if part.base is None else {"base": asdict(part.base)}),
-    }
 
 
 def part_from_json(value: Mapping[str, Any]) -> Part:

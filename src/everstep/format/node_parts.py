@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep.format.document import FORMAT_VERSION, anything, natural, seal, unseal
-from everstep.format.manifest import CALL, PART, Part, part_from_json, part_to_json
+from everstep.format.document import anything, natural, seal, unseal
+from everstep.format.manifest import CALL, PART, Part, part_from_json
 
 _SHARED = ("objects", "digests", "held")
 _ATTEMPT = {"attempt": str, "node": natural}
@@ -62,14 +62,14 @@ def encode_node_part(found: NodePart) -> bytes:
     members: dict[str, Any] = {"failed": found.failed or "", "kind": found.kind}
     if found.part is not None:
         members = {
-            "part": part_to_json(found.part),
+            "part": found.part,
             "hyperparameters": found.hyperparameters,
             "ranks": _short(found.ranks or {}),
             "record": found.record,
             "older": sorted(found.older.items()) or None,
         }
     said = {key: value for key, value in members.items() if value is not None}
-    return seal({"format": FORMAT_VERSION, "attempt": found.attempt, "node": found.node, **said})
+    return seal({"attempt": found.attempt, "node": found.node, **said})
 
 
 def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:

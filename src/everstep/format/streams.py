@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 from everstep.errors import Corrupt
-from everstep.format.document import FORMAT_VERSION, seal, unseal
-from everstep.format.manifest import PART, Part, part_from_json, part_to_json
+from everstep.format.document import seal, unseal
+from everstep.format.manifest import PART, Part, part_from_json
 from everstep.format.tables import Table, TensorEntry
 
 BUFFER, TENSOR, NOTHING = "b", "t", "n"
@@ -50,7 +50,7 @@ def _row(called: str, entry: TensorEntry, where: object) -> Row:
 
 def encode_part(part: Part) -> bytes:
     """The sealed document of a stream's part."""
-    return seal({"format": FORMAT_VERSION, "part": part_to_json(part)})
+    return seal({"part": part})
 
 
 def decode_part(data: bytes | memoryview, path: object) -> Part:

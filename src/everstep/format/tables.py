@@ -15,7 +15,6 @@ from typing import Any
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import (
-    FORMAT_VERSION,
     Shape,
     digest,
     malformed,
@@ -70,16 +69,12 @@ _TABLE = {
 
 @dataclass(frozen=True, slots=True)
 class FileLink:
-    """A file of the store: relative path, size in bytes, XXH3-128 of all its bytes (of tables)."""
+    """A file of the store, as it stands in manifests: relative path, size in bytes, XXH3-128 of all
+    its bytes (of tables)."""
 
     path: str
     size: int
     digest: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in a manifest."""
-        link: dict[str, Any] = {"path": self.path, "size": self.size}
-        return link if self.digest is None else {**link, "digest": self.digest}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "FileLink":
@@ -164,7 +159,6 @@ def encode_table(
 def seal_table(table: Table) -> bytes:
     """The sealed document of a table, whose tensors are sorted by name."""
     document = {
-        "format": FORMAT_VERSION,
         "packs": [pack.to_json() for pack in table.packs],
         "tensors": list(map(_entry_to_json, table.tensors.values())),
         "optimizers": table.optimizers,
@@ -349,7 +343,13 @@ def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
 
 def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:
     """The names of what optimizers change, by `optimizers` of a table."""
-    for optimizer, table in optimizers.items():
+    for table in optimizers.values():
         yield from table["groups"]
+    yield from (name for name, _ in state_names(optimizers))
+
+
+def state_names(optimizers: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The names of the tensors of their state, and of the parameters that have these."""
+    for optimizer, table in optimizers.items():
         for parameter, keys in table["state"].items():
-            yield from (f"{optimizer}.{parameter}.{key}" for key in keys)
+            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)

@@ -13,17 +13,20 @@ import os
 import secrets
 import socket
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import partial
+from typing import TypeVar
 
 from everstep.errors import Conflict, EverstepError, Missing, Unavailable, Unsupported
-from everstep.format.document import FORMAT_VERSION, digest_of, seal
+from everstep.format.document import digest_of, seal
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
 from everstep.format.tables import FileLink
 from everstep.store import catalog, names
 from everstep.tiers.tier import Readable, Target, Tier
 
 log = logging.getLogger("everstep")
+T = TypeVar("T")
 
 _UNSEEN = 1 << 20
 """Numbers of which one is taken by chance, where nobody can be asked."""
@@ -35,9 +38,10 @@ def open_store(disk: Tier, remote: Tier | None = None) -> str:
 
     Raises Unavailable, Unsupported, Corrupt; Conflict where that has another run.
     """
-    found = remote if remote and _has_store(remote) else None
+    is_there = remote and _answer(partial(remote.size, names.STORE)) is not None
+    found = remote if is_there else None
     if disk.size(names.STORE) is None:
-        new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": now()}
+        new = {"run": uuid.uuid4().hex, "created": now()}
         disk.create(names.STORE, found.read(names.STORE) if found else seal(new))
     run = catalog.read_run(disk)
     if found and (other := catalog.read_run(found)) != run:
@@ -49,12 +53,13 @@ def open_store(disk: Tier, remote: Tier | None = None) -> str:
     return run
 
 
-def _has_store(tier: Tier) -> bool:
+def _answer(question: Callable[[], T]) -> T | None:
+    """What another tier says; None where it does not answer."""
     try:
-        return tier.size(names.STORE) is not None
-    except Unavailable as error:
-        log.warning("%s. Going on without it", error)
-        return False
+        return question()
+    except (Missing, Unavailable, Unsupported) as error:
+        log.warning("%s. Going on without that tier", error)
+        return None
 
 
 def claim_epoch(
@@ -74,11 +79,11 @@ def claim_epoch(
     """
     open_store(disk)
     while True:
-        shared = remote if remote and _tells_epochs(disk, remote) else None
+        is_told = remote and _answer(partial(learn_epochs, disk, remote)) is not None
+        shared = remote if is_told else None
         skipped = secrets.randbelow(_UNSEEN) if remote and not shared else 0
         number = max(catalog.known_epochs(disk), default=0) + 1 + skipped
         claim = {
-            "format": FORMAT_VERSION,
             "parent": parent,
             "fork": fork,
             "created": now(),
@@ -86,34 +91,22 @@ def claim_epoch(
             **({} if attachment is None else {"attachment": attachment}),
         }
         path, document = names.epoch_path(number), seal(claim)
-        is_claimed = disk.create(path, document)
-        if is_claimed and (shared is None or _claim_there(shared, path, document)):
-            return number
+        if not disk.create(path, document):
+            continue
+        if shared is None or _answer(partial(_create_there, shared, path, document)) is not False:
+            return number  # who cannot be written to has no say
 
 
-def learn_epochs(disk: Tier, tier: Readable) -> None:
-    """Take over the claims of another tier. Raises Missing, Unavailable."""
-    for number in set(catalog.claimed(tier)) - set(catalog.claimed(disk)):
+def _create_there(tier: Tier, path: str, document: bytes) -> bool:
+    return tier.size(names.STORE) is None or tier.create(path, document)
+
+
+def learn_epochs(disk: Tier, tier: Readable) -> list[int]:
+    """Take over the claims of another tier; which are new. Raises Missing, Unavailable."""
+    new = sorted(set(catalog.claimed(tier)) - set(catalog.claimed(disk)))
+    for number in new:
         disk.create(names.epoch_path(number), tier.read(names.epoch_path(number)))
-
-
-def _tells_epochs(disk: Tier, tier: Tier) -> bool:
-    """`learn_epochs`; False where it does not answer."""
-    try:
-        learn_epochs(disk, tier)
-    except (Missing, Unavailable) as error:
-        log.warning("claiming an epoch: %s. It is claimed without that tier", error)
-        return False
-    return True
-
-
-def _claim_there(tier: Tier, path: str, document: bytes) -> bool:
-    """Whether nobody else has it. One that nothing can be written to has no say."""
-    try:
-        return (tier.size(names.STORE) is None) or tier.create(path, document)
-    except (Unavailable, Unsupported) as error:
-        log.warning("claiming an epoch: %s. It is claimed without that tier", error)
-        return True
+    return new
 
 
 def check_epoch(disk: Readable, epoch: int, step: int) -> None:
@@ -240,11 +233,7 @@ def publish_state(
 
 def set_tag(disk: Target, tag: str, name: CheckpointName) -> None:
     """Let `tag` name this checkpoint; a tag that exists moves."""
-    path = names.tag_path(tag)
-    document = seal(
-        {"format": FORMAT_VERSION, "step": name.step, "epoch": name.epoch, "created": now()}
-    )
-    disk.replace(path, document)
+    disk.replace(names.tag_path(tag), seal({**name._asdict(), "created": now()}))
 
 
 def note_unproven(
@@ -253,7 +242,7 @@ def note_unproven(
     """Remember, where the store can be written to, what a replay to this checkpoint has shown of
     these: they are tried last from now on."""
     checkpoints = [str(each) for each in sorted(unproven)]
-    document = seal({"format": FORMAT_VERSION, "checkpoints": checkpoints, "problem": problem})
+    document = seal({"checkpoints": checkpoints, "problem": problem})
     try:
         disk.replace(names.unproven_path(name), document)
     except EverstepError as error:
