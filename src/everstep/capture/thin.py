@@ -13,8 +13,8 @@ Source: LLMTailor (layer-wise tailoring of checkpoints).
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -22,18 +22,9 @@ from zlib import crc32
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
 from everstep.capture.window import why_undivided
+from everstep.format.tables import state_names
 from everstep.handle import SaveHandle
 from everstep.state.view import Collected, Walk
-
-
-@dataclass(frozen=True, slots=True)
-class _Deal:
-    """Of one walk: the turn of each tensor that has one, by its name."""
-
-    walk: ref[Walk]
-    turns: dict[str, int]
-    kept: dict[frozenset[int], Collected]
-    """What is left of the state without these turns; copies are bound to its walk."""
 
 
 class Thin(Spread):
@@ -47,7 +38,11 @@ class Thin(Spread):
         self._patterns = [(_compiled(pattern), factor) for pattern, factor in factors.items()]
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
         """What each turn is of, from 1 on: a factor, and which of its saves."""
-        self._deal: _Deal | None = None
+        self._dealt: ref[Walk] | None = None
+        self._turns: dict[str, int] = {}
+        """Of that walk's tensors, by their names, those that have one."""
+        self._left: dict[frozenset[int], Walk] = {}
+        """What is left of it without these turns; copies are bound to walks."""
         self._saves: int | None = None
         """Since the last one that had all; None: the next has."""
 
@@ -56,14 +51,19 @@ class Thin(Spread):
         captured = super().choose(request, collected)
         if captured is None:
             return None
-        if self._deal is None or self._deal.walk() is not collected.walk:
-            self._deal = self._dealt(collected)
-        deal, saves = self._deal, self._saves
+        if self._dealt is None or self._dealt() is not collected.walk:
+            self._deal(collected)
+        saves = self._saves
         if saves is None or request.tag or request.must_wait:
-            return replace(captured, thin=Thinned(collected, deal.turns))
+            return replace(captured, thin=Thinned(collected, self._turns))
         numbered = enumerate(self._slots, 1)
         kept = frozenset(turn for turn, (factor, slot) in numbered if saves % factor != slot)
-        return Captured(self._without(collected, kept), thin=Thinned(collected, deal.turns, kept))
+        if kept not in self._left:
+            leaves = collected.walk.leaves
+            due = [leaf for leaf in leaves if self._turns.get(leaf.name) not in kept]
+            self._left[kept] = part_of(collected, due, (), ()).walk
+        part = replace(collected, walk=self._left[kept])
+        return Captured(part, thin=Thinned(collected, self._turns, kept))
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
@@ -80,28 +80,20 @@ class Thin(Spread):
         """See Strategy."""
         return {**super().describe(), "thin": dict(self._factors)}
 
-    def _without(self, collected: Collected, kept: frozenset[int]) -> Collected:
-        assert self._deal
-        turns, known = self._deal.turns, self._deal.kept.get(kept)
-        if known is None:
-            due = [leaf for leaf in collected.walk.leaves if turns.get(leaf.name) not in kept]
-            known = self._deal.kept[kept] = part_of(collected, due, (), ())
-        return replace(collected, walk=known.walk)
-
-    def _dealt(self, collected: Collected) -> _Deal:
+    def _deal(self, collected: Collected) -> None:
         """At the first save ranks agree that there is something to each pattern. Raises
         ValueError."""
         walk, numbers, turns = collected.walk, set[int](), dict[str, int]()
-        of_optimizers = dict(_optimizer_tensors(walk))
+        of_optimizers = dict(state_names(walk.optimizers))
         for name in {leaf.name for leaf in walk.leaves}.difference(of_optimizers):
             called = (name, *collected.aliases.get(name, ()))
             if match := next(filter(None, map(self._match, called)), None):
                 numbers.add(match[0])
                 turns |= dict.fromkeys(called, match[1])
         turns |= {name: turns[p] for name, p in of_optimizers.items() if p in turns}
-        if self._deal is None:
+        if self._dealt is None:
             self._check(numbers, [leaf.name for leaf in walk.leaves])
-        return _Deal(ref(walk), turns, {})
+        self._dealt, self._turns, self._left = ref(walk), turns, {}
 
     def _check(self, numbers: set[int], names: Sequence[str]) -> None:
         said = sorted(numbers), why_undivided(self._run.optimizers)
@@ -133,10 +125,3 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     """A star is one name between dots; what is below a match is matched."""
     parts = (r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))
     return re.compile(r"\.".join(parts) + r"(?=\.|$)")
-
-
-def _optimizer_tensors(walk: Walk) -> Iterator[tuple[str, str]]:
-    """The tensors of optimizer state, as they are called (docs/format.md), and their parameters."""
-    for optimizer, table in walk.optimizers.items():
-        for parameter, keys in table["state"].items():
-            yield from ((f"{optimizer}.{parameter}.{key}", parameter) for key in keys)
