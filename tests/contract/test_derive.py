@@ -101,5 +101,5 @@ def test_it_cannot_be_made_whole_without_the_program(store, capsys):
     assert main(["show", str(store), "5"]) == 0
     shown = capsys.readouterr().out
     assert "then ema" in shown
-    assert "digests 2 (" in shown
+    assert "digest 2 (" in shown
     assert Store(store).verify().ok

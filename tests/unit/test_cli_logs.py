@@ -113,7 +113,7 @@ def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
     for expected in (
         "log of         step 10: 2 records to replay, 4.0 MiB, after a state of 6.7 MiB; 10.8",
         "calls          @0 optimizer  torch.optim.adamw.AdamW · 2 gradients, 2.0 MiB · 2 from bef",
-        "clip coefficients 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
+        "clip 1 (4 B) · gradients 2 (2.0 MiB) · rng 1 (4.9 KiB)",
         "@0.model.wte.weight",
         "@0!clip.0",
     ):

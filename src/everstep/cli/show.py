@@ -5,10 +5,10 @@ All that is known is gathered as data, which `--json` prints as it is, and else 
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
+from itertools import chain
 from textwrap import wrap
 from typing import Any
 
@@ -30,15 +30,6 @@ Facts = Mapping[str, Any]
 _TITLES = ("TENSOR", "DTYPE", "SHAPE", "SIZE", "STORED", "CODEC", "DIGEST")
 _ELSEWHERE = ("optimizers", "selftest", "replayed", "attributes")
 """Of a topology: what other lines tell, or stores of before have, and says nothing any more."""
-_OWN_KINDS = {
-    "!derived": "digests",
-    "!updated": "digests",
-    "!digest": "digests",
-    "!clip": "clip coefficients",
-    "!indices": "indices",
-    "!scale": "scales",
-}
-"""Of a record's own tensors, by how their first name ends."""
 _DIGEST_DIGITS = 12
 _LISTED_MAX = 64
 _LABEL_WIDTH = 15
@@ -50,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_words(parser, "[STEP]", "the newest")
     parser.add_argument(
         "--names",
+        default="",
         metavar="PATTERN",
         help="only tensors whose name holds PATTERN, or matches it if it has a *, ? or [",
     )
@@ -59,25 +51,18 @@ def run(args: argparse.Namespace) -> Answer:
     """Tell all of a checkpoint."""
     disk, steps = split_words(args.words, 1)
     facts = _facts(disk, catalog.find(disk, steps[0] if steps else None))
-    chosen = [each for each in facts["tensors"] if _is_chosen(each, args.names)]
-    if args.names is not None and not chosen:
+    pattern = args.names if any(each in args.names for each in "*?[") else f"*{args.names}*"
+    chosen = [
+        tensor
+        for tensor in facts["tensors"]
+        if any(fnmatchcase(name, pattern) for name in (tensor["name"], *tensor["aliases"]))
+    ]
+    if args.names and not chosen:
         raise Missing(
             f"{disk.root}: no tensor of step {facts['step']} has a name like {args.names!r}"
         )
-    return Answer({**facts, "tensors": chosen}, _lines(facts, chosen, is_whole=not args.names))
-
-
-def _lines(facts: Facts, tensors: Sequence[Facts], *, is_whole: bool) -> Iterator[str]:
-    if is_whole:
-        yield from [*_summary(facts), ""]
-    yield from _tensor_lines(tensors)
-
-
-def _is_chosen(tensor: Facts, pattern: str | None) -> bool:
-    found = (tensor["name"], *tensor["aliases"])
-    if any(character in (pattern or "") for character in "*?["):
-        return any(fnmatchcase(name, pattern or "") for name in found)
-    return any((pattern or "") in name for name in found)
+    lines = chain(() if args.names else _summary(facts), _tensor_lines(chosen))
+    return Answer({**facts, "tensors": chosen}, lines)
 
 
 def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
@@ -107,7 +92,7 @@ def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
         "unproven": catalog.read_unproven(disk).get(name),
         "records": [_record_facts(*each) for each in records],
         "packs": [
-            {"rank": part.rank, **pack.to_json()}
+            {"rank": part.rank, "path": pack.path, "size": pack.size}
             for part in manifest.all_parts
             for pack in part.packs
         ],
@@ -130,24 +115,22 @@ def _chain_facts(chain: Sequence[Manifest]) -> dict[str, Any]:
 
 
 def _record_facts(record: Record, tables: Sequence[Table]) -> dict[str, Any]:
-    """Of one record. `bytes`: as stored."""
+    """Of one record, and of how many gradients each call is. `bytes`: as stored."""
+    gradients: dict[str, list[int]] = {}
+    for name, entry in whole_tensors(tables).items():
+        if is_gradient(name):
+            at = name.partition(".")[0].rstrip("!")
+            gradients.setdefault(at, []).append(entry.spec.size)
+    calls = []
+    for number, said in enumerate(record.calls):
+        sizes = gradients.get(f"@{number}", ())
+        calls.append({**said, "gradients": len(sizes), "gradient_bytes": sum(sizes)})
     return {
         "step": record.step,
         "bytes": record.size,
-        "calls": [_call_facts(f"@{n}", said, tables) for n, said in enumerate(record.calls)],
+        "calls": calls,
         "derived": dict(record.derived),
     }
-
-
-def _call_facts(at: str, said: Facts, tables: Sequence[Table]) -> dict[str, Any]:
-    """What a record says of a call, and of how many gradients it is."""
-    gradients = [
-        whole
-        for name, whole in whole_tensors(tables).items()
-        if is_gradient(name) and name.startswith((f"{at}.", f"{at}!."))
-    ]
-    size = sum(whole.spec.size for whole in gradients)
-    return {**said, "gradients": len(gradients), "gradient_bytes": size}
 
 
 def _stream_facts(stream: Stream, name: CheckpointName) -> dict[str, Any]:
@@ -157,7 +140,7 @@ def _stream_facts(stream: Stream, name: CheckpointName) -> dict[str, Any]:
         "referenced": sum(
             pack.size for pack in stream.packs if not names.is_new_in(pack.path, name)
         ),
-        "packs": [pack.to_json() for pack in stream.packs],
+        "packs": [{"path": pack.path, "size": pack.size} for pack in stream.packs],
     }
 
 
@@ -200,7 +183,7 @@ def _new_facts(
     return {**asdict(entry.spec), **said, **sums, **found}
 
 
-def _summary(facts: Facts) -> list[str]:
+def _summary(facts: Facts) -> Iterator[str]:
     words = [
         f" · epoch {facts['epoch']}",
         *map(text.clean, facts["tags"]),
@@ -211,7 +194,7 @@ def _summary(facts: Facts) -> list[str]:
     packs = {pack["path"]: text.size(pack["size"]) for pack in facts["packs"][:_LISTED_MAX]}
     if more := len(facts["packs"]) - len(packs):
         packs["…"] = f"{more:,} more (--json lists them)"
-    return [
+    yield from [
         text.paint(f"step {facts['step']}", "title") + " · ".join(words),
         *_section("written", text.time(facts["created"])),
         *_origin_lines(facts),
@@ -229,6 +212,7 @@ def _summary(facts: Facts) -> list[str]:
         *_section(
             "objects", {key: text.brief(each, 200) for key, each in facts["objects"].items()}
         ),
+        "",
     ]
 
 
@@ -327,10 +311,8 @@ def _whole_text(whole: Facts | None) -> str:
     if whole is None:
         return ""
     made = f"{text.size(whole['size'])} since {text.time(whole['created'])}"
-    how = "bit for bit"
-    if not whole["exact"]:
-        takes = "a restore takes it" if whole["ends_chain"] else "a restore goes on replaying"
-        how = f"but for last bits: {takes}"
+    takes = "a restore takes it" if whole["ends_chain"] else "a restore goes on replaying"
+    how = "bit for bit" if whole["exact"] else f"but for last bits: {takes}"
     if whole["differs"]:
         how += f"; not exact: {', '.join(whole['differs'])}"
     return text.clean(f"{made}, {how}")
@@ -338,14 +320,11 @@ def _whole_text(whole: Facts | None) -> str:
 
 def _holdings(facts: Facts) -> str:
     """As "28 tensors, 124.0 KiB: model 9 (38.1 KiB) · optimizer 18 (81.0 KiB)", by first name."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
+    parts: dict[str, list[int]] = {}
     for tensor in facts["tensors"]:
-        part = _kind_of(tensor["name"])
-        counts[part] += 1
-        sizes[part] += tensor["size"]
-    each = [f"{text.clean(part)} {counts[part]:,} ({text.size(sizes[part])})" for part in counts]
-    whole = f"{text.plural(counts.total(), 'tensor')}, {text.size(facts['size'])}"
+        parts.setdefault(_kind_of(tensor["name"]), []).append(tensor["size"])
+    each = [f"{text.clean(p)} {len(own):,} ({text.size(sum(own))})" for p, own in parts.items()]
+    whole = f"{text.plural(len(facts['tensors']), 'tensor')}, {text.size(facts['size'])}"
     each_part = [*facts["tensors"], *facts["streams"].values()]
     if referenced := sum(part["referenced"] for part in each_part):
         whole += f", {text.size(referenced)} of them in files of earlier checkpoints"
@@ -363,14 +342,11 @@ def _stream_texts(streams: Facts) -> dict[str, str]:
 
 
 def _kind_of(name: str) -> str:
-    """The first name of a tensor; of a record's own ones, what they are."""
+    """The first name of a tensor; of a record's own ones, what docs/format.md calls them."""
+    if is_gradient(name):
+        return "gradients"
     first = name.partition(".")[0]
-    if not is_own(name):
-        return first
-    for end, kind in _OWN_KINDS.items():
-        if first.endswith(end):
-            return kind
-    return "gradients" if is_gradient(name) else "hyperparameters"
+    return first.partition("!")[2] if is_own(name) else first
 
 
 def _optimizer_texts(facts: Facts) -> dict[str, str]:
@@ -386,10 +362,10 @@ def _optimizer_texts(facts: Facts) -> dict[str, str]:
     return found
 
 
-def _tensor_lines(tensors: Iterable[Facts]) -> list[str]:
+def _tensor_lines(tensors: Iterable[Facts]) -> Iterator[str]:
     """The table of tensors. Names stay whole, so that they can be copied."""
     titles, *lines = text.table(_TITLES, list(map(_tensor_cells, tensors)), ("SIZE", "STORED"))
-    return [text.paint(titles, "dim"), *lines]
+    yield from [text.paint(titles, "dim"), *lines]
 
 
 def _tensor_cells(tensor: Facts) -> list[str]:
