@@ -8,7 +8,7 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
@@ -158,17 +158,11 @@ def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> li
 
 
 def _previous(disk: Tier, name: CheckpointName, cache: NeedsCache) -> CheckpointName | None:
-    """What a checkpoint's log goes on from: nothing, where a state stands for it. One that is
-    gone, or that none can read, goes on from nothing any more."""
-    try:
-        previous = _needs(disk, name, cache).previous
-    except (Missing, Corrupt):
-        return None
-    try:
-        state = _state(disk, name, cache)
-    except EverstepError:  # the log serves
-        return previous
-    return None if state and state.ends_chain else previous
+    """What a checkpoint goes on from. One that is gone, or that none can read, goes on from nothing
+    any more: as long as it is there, nothing is deleted."""
+    with contextlib.suppress(Missing, Corrupt):
+        return _needs(disk, name, cache).previous
+    return None
 
 
 def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
@@ -178,7 +172,7 @@ def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     files: set[str] = set()
     for name in doomed:
         with contextlib.suppress(EverstepError):  # where none can tell any more, gc frees them
-            files |= _files(disk, name, cache)
+            files |= _needs(disk, name, cache).files
     for tag, name in catalog.read_tags(disk).items():
         if name in doomed:
             disk.delete(names.tag_path(tag))
@@ -248,12 +242,12 @@ def _told(disk: Tier, committed: Set[CheckpointName], since: int = 0) -> set[str
 
 def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[str]:
     """Part documents of which nothing will come: of older epochs, or what was committed."""
-    found = []
-    for directory in disk.list(names.CHECKPOINTS):
-        name = names.parse_checkpoint(directory)
-        if name and (name in committed or name.epoch < live):
-            found += catalog.part_documents(disk, name)
-    return found
+    return [
+        path
+        for name in map(names.parse_checkpoint, disk.list(names.CHECKPOINTS))
+        if name and (name in committed or name.epoch < live)
+        for path in catalog.part_documents(disk, name)
+    ]
 
 
 def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> None:
@@ -284,30 +278,22 @@ def _paths(disk: Tier, directory: str) -> list[str]:
     return [f"{prefix}{name}" for name in disk.list(directory)]
 
 
-def _files(disk: Tier, name: CheckpointName, cache: NeedsCache) -> frozenset[str]:
-    """What a checkpoint needs, with the state that was made of it."""
-    state = _state(disk, name, cache)
-    return _needs(disk, name, cache).files | (state.files if state else frozenset())
-
-
 def _needs(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs:
+    """What a checkpoint needs, and the state that was made of a log step, which may come at any
+    time, and then stays: nothing before it is needed where it stands for the log."""
     path = names.manifest_path(name)
     if path not in cache:
         cache[path] = Needs.of(catalog.read_manifest(disk, name))
-    return cache[path]
-
-
-def _state(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs | None:
-    """The state that was made of a log step, which may come at any time, and then stays."""
-    path = names.state_path(name)
-    if path in cache or not _needs(disk, name, cache).takes_replay or disk.size(path) is None:
-        return cache.get(path)
-    if (manifest := commit.find_state(disk, name)) is None:
-        return None
-    needs = Needs.of(manifest)
-    if not needs.takes_replay:  # else another may take its place
-        cache[path] = needs
-    return needs
+    own, path = cache[path], names.state_path(name)
+    state = cache.get(path)
+    if own.takes_replay and state is None and (found := commit.find_state(disk, name)):
+        state = Needs.of(found)
+        if not state.takes_replay:  # else another may take its place
+            cache[path] = state
+    if state is None:
+        return own
+    previous = None if state.ends_chain else own.previous
+    return replace(own, files=own.files | state.files, previous=previous)
 
 
 def _reachable(disk: Tier, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:
@@ -318,7 +304,7 @@ def _reachable(disk: Tier, checkpoints: Iterable[CheckpointName], cache: NeedsCa
     needed: set[str] = set()
     for name in checkpoints:
         try:
-            needed |= _files(disk, name, cache)
+            needed |= _needs(disk, name, cache).files
         except Corrupt as error:
             raise Corrupt(
                 f"{error}. Nothing more is deleted while it is unknown which files this checkpoint "
