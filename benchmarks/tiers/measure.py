@@ -40,7 +40,7 @@ from benchmarks.machine import await_end_of_keeper, describe, evict
 from benchmarks.tiers import simulate
 from everstep.cli.top import status
 from everstep.store import catalog
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.tiers.tier import tier_at
 
 STEP_S = 0.2
@@ -91,7 +91,7 @@ def upload(root: Path, bucket: str, size: int, samples: Samples, number: int) ->
             obstore.put(plain, "pack", file, use_multipart=True)
 
     def copy() -> None:
-        copy_checkpoint(disk, tier_at(f"{bucket}/copy-{number}"), name)
+        Copier(disk, tier_at(f"{bucket}/copy-{number}")).copy(name)
 
     for what, act in _turned([("obstore's put", put), ("upload", copy)], number):
         evict(store)

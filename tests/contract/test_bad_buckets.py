@@ -9,7 +9,7 @@ import everstep
 from everstep import Missing, Store, Unavailable, Unsupported
 from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.tiers.bucket import Bucket
 from examples import slow
 from stores import end_keeper
@@ -21,7 +21,7 @@ PATIENCE_S = 5.0
 def filled(bucket, tmp_path):
     """A bucket with the states 40, 80 and their like, of two tensors or so."""
     source = cli_store.make_logged(tmp_path / "source")
-    copy_checkpoint(source, Bucket(bucket), CheckpointName(12, 1))
+    Copier(source, Bucket(bucket)).copy(CheckpointName(12, 1))
     yield bucket
     end_keeper(bucket)
 

@@ -16,7 +16,7 @@ from everstep import Conflict, Store
 from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, names, presence, retain
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.store.presence import Presence
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk
@@ -47,8 +47,8 @@ def url(bucket):
 def store(bucket, tmp_path):
     """A bucket with 10 to 12 of epoch 1, and 13 and 14 of epoch 2."""
     source, target = cli_store.make_logged(tmp_path / "source"), Bucket(bucket)
-    copy_checkpoint(source, target, CheckpointName(12, 1))
-    copy_checkpoint(source, target, CheckpointName(14, 2))
+    Copier(source, target).copy(CheckpointName(12, 1))
+    Copier(source, target).copy(CheckpointName(14, 2))
     return target
 
 
@@ -172,7 +172,7 @@ def test_what_was_committed_since_it_looked_stays(store, monkeypatch, tmp_path):
 
     def meanwhile(tier, directory):
         if not held:
-            held.append(copy_checkpoint(source, store, step))
+            held.append(Copier(source, store).copy(step))
         return looked(tier, directory)
 
     monkeypatch.setattr(retain, "_paths", meanwhile)

@@ -20,7 +20,7 @@ from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.tiers.disk import Disk
 from examples import slow
 from independent_reader import Damaged, read
@@ -209,8 +209,8 @@ def test_a_step_that_another_tier_has_encoded_is_the_same(tmp_path, monkeypatch)
     stores.Trainer(remote, specs=specs, epoch=1).save(1)
     coded.choose(("raw",), patch=monkeypatch.setattr)
     stores.Trainer(local, specs=specs, epoch=1).save(1)
-    assert not copy_checkpoint(local, remote, CheckpointName(1, 1)).checkpoints
+    assert not Copier(local, remote).copy(CheckpointName(1, 1)).checkpoints
     shutil.rmtree(local.root / "checkpoints")
     stores.Trainer(local, specs=specs, epoch=1).save(1, salt=1)
     with pytest.raises(Conflict):
-        copy_checkpoint(local, remote, CheckpointName(1, 1))
+        Copier(local, remote).copy(CheckpointName(1, 1))

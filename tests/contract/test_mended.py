@@ -10,7 +10,7 @@ from everstep import Conflict, Store
 from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, commit, names
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.store.repair import Mender
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
@@ -28,8 +28,8 @@ def pair(request, tmp_path):
     place = tmp_path / "other" if request.param == "disk" else request.getfixturevalue("bucket")
     one, other = tier_at(place), Disk(tmp_path / "like", stores.Unsynced())
     for tier in (one, other):
-        copy_checkpoint(disk, tier, CheckpointName(11, 1))
-        copy_checkpoint(disk, tier, LOG)
+        Copier(disk, tier).copy(CheckpointName(11, 1))
+        Copier(disk, tier).copy(LOG)
     commit.set_tag(other, "best", STATE)
     one.replace(names.tag_path("best"), other.read(names.tag_path("best")))
     return one, other

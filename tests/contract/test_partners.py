@@ -19,7 +19,7 @@ from everstep.keeper import serve
 from everstep.keeper.serve import Address, Holding, Service
 from everstep.sharding.partners import new_address
 from everstep.store import catalog
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.tiers import peer as peers
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader
@@ -276,7 +276,7 @@ def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, before, tm
     before.save(6)
     assert holds(6) == [6]
     assert len(memory.list("data")) == 2  # its pack, and tables
-    copy_checkpoint(memory, Disk(tmp_path / "back"), CheckpointName(6, 1))
+    Copier(memory, Disk(tmp_path / "back")).copy(CheckpointName(6, 1))
     assert everstep.Store(tmp_path / "back").verify().ok
     assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
     partner.holding.meet("another run", None, 0)

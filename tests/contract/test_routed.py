@@ -17,7 +17,7 @@ from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.router import Router
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.store.names import manifest_path
 from everstep.tiers.disk import Disk
 from examples import slow
@@ -128,13 +128,13 @@ def test_a_tier_that_is_away_costs_nothing(local, proxied, monkeypatch):
 def test_a_step_that_both_have_is_no_conflict(local, tmp_path):
     """The answer got lost: the store took it, too."""
     trainer, target = make_store(local, [1]), Disk(tmp_path / "remote")
-    copy_checkpoint(trainer.disk, target, CheckpointName(1, 1))
+    Copier(trainer.disk, target).copy(CheckpointName(1, 1))
     path = tmp_path / "remote" / manifest_path(CheckpointName(1, 1))
     rewrite(path, lambda document: document.update(created="2026-11-24T12:00:00.000Z"))
-    assert not copy_checkpoint(trainer.disk, target, CheckpointName(1, 1)).checkpoints
+    assert not Copier(trainer.disk, target).copy(CheckpointName(1, 1)).checkpoints
     rewrite(path, lambda document: document["objects"].update(step=2))
     with pytest.raises(Conflict):
-        copy_checkpoint(trainer.disk, target, CheckpointName(1, 1))
+        Copier(trainer.disk, target).copy(CheckpointName(1, 1))
 
 
 def test_what_makes_no_sense_is_left_to_who_tells_of_it(local, tmp_path):

@@ -15,7 +15,7 @@ from everstep.cli import cp
 from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog
-from everstep.store.copy import copy_checkpoint, fork
+from everstep.store.copy import Copier, fork
 from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk
 from examples import slow
@@ -44,7 +44,7 @@ def logged(path):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_copy_to_a_disk_goes_on_after_any_fault(folder, source, fault):
     def copy(disk, promises):
-        copy_checkpoint(source, disk, LOG[-1], tags=["best"])
+        Copier(source, disk).copy(LOG[-1], tags=["best"])
         promises.checkpoints |= set(LOG)
         promises.epochs.add(1)
         promises.tags["best"] = LOG[-1]

@@ -34,7 +34,7 @@ def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     system = Noted()
     file = NewFile(system, str(tmp_path / "file"), ThreadPoolExecutor(1))
-    with file.kept(), Tail(file) as tail:
+    with Tail(file) as tail:
         tail.append(data)
         assert tail.finish() == (HEADER_BYTES + len(data), header(len(data)))
     file.finish()

@@ -11,7 +11,7 @@ epoch 2 · from step 80 of epoch 1
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, groupby
 from typing import Any
 
@@ -33,36 +33,21 @@ _HEAD, _TAIL = 2, 6
 """How many checkpoints in a row are listed at the beginning and at the end, when not all are."""
 
 
-@dataclass(frozen=True, slots=True)
 class Listing:
     """A store as `ls` sees it, manifests apart."""
 
-    disk: Tier
-    run: str
-    epochs: dict[int, Epoch]
-    checkpoints: list[CheckpointName]
-    current: dict[CheckpointName, None]
-    """The run as it is now, by rising step."""
-    tags: dict[CheckpointName, list[str]]
-    chains: Chains
-
-    @classmethod
-    def of(cls, disk: Tier) -> "Listing":
+    def __init__(self, disk: Tier) -> None:
         """Raises Missing, Corrupt, Unsupported."""
-        found = sorted(catalog.committed(disk))
-        epochs = catalog.read_epochs(disk, found)
-        run, now = catalog.read_run(disk), dict.fromkeys(current(epochs, found))
-        return cls(disk, run, epochs, found, now, tags_of(disk), Chains(disk))
-
-    @property
-    def latest(self) -> CheckpointName | None:
-        """The newest of the run as it is now."""
-        return next(reversed(self.current), None)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of everything in the store's data directories, what gc would sweep included."""
-        return sum(self.disk.bytes_in(directory) for directory in (names.DATA, names.TABLES))
+        self.run, self.origin = catalog.read_run(disk), catalog.read_origin(disk)
+        self.checkpoints = sorted(catalog.committed(disk))
+        self.epochs = catalog.read_epochs(disk, self.checkpoints)
+        self.current = dict.fromkeys(current(self.epochs, self.checkpoints))
+        """The run as it is now, by rising step."""
+        self.latest = next(reversed(self.current), None)
+        self.tags = tags_of(disk)
+        self.size_bytes = sum(disk.bytes_in(each) for each in (names.DATA, names.TABLES))
+        """Of all data files, what gc would sweep included."""
+        self._chains = Chains(disk)
 
     def entries(self, names: Sequence[CheckpointName]) -> list[Facts]:
         """What there is to say of each. Some manifests are read at a time, as a bucket answers
@@ -74,7 +59,7 @@ class Listing:
     def _read(self, name: CheckpointName) -> Facts:
         """What its manifest says, or what is wrong with it."""
         try:
-            return self.chains.link(name).facts
+            return self._chains.link(name).facts
         except EverstepError as error:
             return {"kind": type(error).__name__.lower(), "problem": str(error)}
 
@@ -84,8 +69,8 @@ class Listing:
         own |= {"tags": self.tags.get(name, []), **said}
         if "problem" in said:
             return own
-        base, records = self.chains.origin(name) or (None, None)
-        own["exact"] &= base is None or self.chains.link(base).exact
+        base, records = self._chains.origin(name) or (None, None)
+        own["exact"] &= base is None or self._chains.link(base).exact
         is_log = said["kind"] == "log"
         return own | {
             "base": base._asdict() if base and is_log else None,
@@ -104,12 +89,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     """List what is there."""
     disk, _ = split_words(args.words, 0)
-    listing = Listing.of(disk)
-    facts = _to_json(listing) if args.json else {}
-    return Answer(facts, chain([_head(listing)], _lines(listing, args.all)))
+    listing = Listing(disk)
+    facts = _to_json(str(disk.root), listing) if args.json else {}
+    return Answer(facts, chain([_head(str(disk.root), listing)], _lines(listing, args.all)))
 
 
-def _head(listing: Listing) -> str:
+def _head(place: str, listing: Listing) -> str:
     left = len(listing.checkpoints) - len(listing.current)
     words = [
         f" · run {text.clean(listing.run[:8])}",
@@ -118,9 +103,9 @@ def _head(listing: Listing) -> str:
         text.size(listing.size_bytes),
         text.plural(len(listing.epochs), "epoch"),
     ]
-    if origin := catalog.read_origin(listing.disk):
-        words.append(f"from step {origin.step} of {text.clean(origin.store)}")
-    return text.paint(text.clean(listing.disk.root), "title") + " · ".join(words)
+    if origin := listing.origin:
+        words.append(f"from step {origin['step']} of {text.clean(origin['store'])}")
+    return text.paint(text.clean(place), "title") + " · ".join(words)
 
 
 def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
@@ -220,12 +205,11 @@ def _kind(entry: Facts) -> str:
     return f"log of {entry['base']['step']}{' (whole: inexact)' if entry['whole'] else inexact}"
 
 
-def _to_json(listing: Listing) -> Facts:
-    origin = catalog.read_origin(listing.disk)
+def _to_json(place: str, listing: Listing) -> Facts:
     return {
-        "store": str(listing.disk.root),
+        "store": place,
         "run": listing.run,
-        "from": origin._asdict() if origin else None,
+        "from": listing.origin,
         "latest": listing.latest.step if listing.latest else None,
         "size": listing.size_bytes,
         "epochs": [asdict(epoch) for _, epoch in sorted(listing.epochs.items())],

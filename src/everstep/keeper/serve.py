@@ -23,7 +23,7 @@ from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.store import catalog, names
-from everstep.store.copy import copy_checkpoint
+from everstep.store.copy import Copier
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Link, Message, Peer
 from everstep.tiers.tier import Readable, Tier
@@ -195,7 +195,7 @@ class Holding:
             link.send({"done": done, "total": total})
 
         memory = self.memory
-        copied = copy_checkpoint(source, memory, name, nodes=(node,), progress=progress)
+        copied = Copier(source, memory, (node,), progress).copy(name)
         manifest = catalog.read_manifest(memory, name)
         newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))
         if manifest.previous is None and name == newest:

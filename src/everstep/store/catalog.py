@@ -3,7 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.document import digest_of, natural, uncollected, unseal
@@ -39,24 +39,15 @@ _TAG = {"step": natural, "epoch": natural}
 _UNPROVEN = {"checkpoints": [str], "problem": str}
 
 
-class Origin(NamedTuple):
-    """A checkpoint of another run's store, which lay there."""
-
-    store: str
-    run: str
-    step: int
-    epoch: int
-
-
 def read_run(disk: Readable) -> str:
     """The run id of a store. Raises Missing where there is none, Corrupt, Unsupported."""
     return str(unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE)["run"])
 
 
-def read_origin(disk: Readable) -> Origin | None:
-    """Where the run of a store began, if that was in another run's. Raises as read_run."""
-    found = unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE).get("from")
-    return Origin(**{key: found[key] for key in Origin._fields}) if found else None
+def read_origin(disk: Readable) -> dict[str, Any] | None:
+    """The checkpoint with which the run of a store began, if that was another run's: `step`,
+    `epoch`, `run`, and the `store` in which that lay. Raises as read_run."""
+    return unseal(disk.read(names.STORE), disk.root / names.STORE, _STORE).get("from")
 
 
 def claimed(disk: Readable) -> list[int]:
@@ -329,7 +320,8 @@ def find_part(disk: Readable, name: CheckpointName, node: int, attempt: str) -> 
 def part_documents(disk: Readable, name: CheckpointName) -> list[str]:
     """The paths of all of these."""
     directory = f"{names.CHECKPOINTS}/{name}"
-    return [f"{directory}/{file}" for file in disk.list(directory) if names.is_part(file)]
+    found = disk.list(directory)
+    return [f"{directory}/{n}" for n in found if n.startswith("part-") and n.endswith(".json")]
 
 
 def read_unproven(disk: Readable) -> dict[CheckpointName, str]:
@@ -372,18 +364,12 @@ def find(disk: Readable, reference: int | str | None) -> CheckpointName:
             return run[-1]
         raise Missing(f"there is no checkpoint in {disk.root}")
     step = int(reference)
-    for name in run:
-        if name.step == step:
-            return name
-    elsewhere = [f"{name.step}-{name.epoch}" for name in everything if name.step == step]
-    hint = (
-        f" (step {step} exists on a branch left behind: ask for {elsewhere[-1]!r})"
-        if elsewhere
-        else ""
-    )
-    steps = [name.step for name in run]
+    if chosen := next((name for name in run if name.step == step), None):
+        return chosen
     has = "it has none"
-    if steps:
-        nearest = min(steps, key=lambda there: abs(there - step))
-        has = f"it has {len(steps)} from {steps[0]} to {steps[-1]}, the nearest is {nearest}"
-    raise Missing(f"there is no checkpoint of step {step} in {disk.root}: {has}{hint}")
+    if run:
+        nearest = min(run, key=lambda name: abs(name.step - step)).step
+        has = f"it has {len(run)} from {run[0].step} to {run[-1].step}, the nearest is {nearest}"
+    left = [f"{name.step}-{name.epoch}" for name in everything if name.step == step]
+    branch = f" (step {step} exists on a branch left behind: ask for {left[-1]!r})" if left else ""
+    raise Missing(f"there is no checkpoint of step {step} in {disk.root}: {has}{branch}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from everstep.errors import Conflict, Missing, Unavailable
-from everstep.format.document import FORMAT_VERSION, seal
+from everstep.format.document import seal
 from everstep.format.manifest import (
     CheckpointName,
     Manifest,
@@ -24,7 +24,6 @@ from everstep.format.manifest import (
 from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
-from everstep.store.catalog import Origin
 from everstep.store.presence import is_empty, shown
 from everstep.tiers.tier import Readable, Target, Tier
 
@@ -41,19 +40,6 @@ class Copied:
     bytes: int = 0
     bytes_there: int = 0
     bytes_shared: int = 0
-
-
-def copy_checkpoint(
-    source: Readable,
-    target: Target,
-    name: CheckpointName,
-    *,
-    tags: Sequence[str] = (),
-    nodes: Collection[int] | None = None,
-    progress: Progress = lambda done, total: None,
-) -> Copied:
-    """Copy one alone; see Copier."""
-    return Copier(source, target, nodes, progress).copy(name, tags)
 
 
 def lead(source: Readable, target: Target) -> None:
@@ -367,23 +353,16 @@ def fork(
     tells where it began. Neither store needs the other: a file goes when its last name does. What
     was broken off goes on when it is asked for again. Raises Conflict where something else is
     there; Missing, Corrupt, Unavailable."""
-    origin = Origin(str(source.root), catalog.read_run(source), *name)
+    origin = {"store": str(source.root), "run": catalog.read_run(source), **name._asdict()}
     catalog.read_manifest(source, name)  # it is there, before anything is made
     if target.size(names.STORE) is None and is_empty(target):
-        new = {"format": FORMAT_VERSION, "run": uuid.uuid4().hex, "created": commit.now()}
-        target.create(names.STORE, seal({**new, "from": origin._asdict()}))
-    _check_is_that(target, origin)
-    with shown(target):
-        return Copier(source, target, progress=progress, are_shared=True).bring(name)
-
-
-def _check_is_that(target: Tier, origin: Origin) -> None:
-    """Whether it is this fork, by whomever it was begun."""
-    is_there = target.size(names.STORE) is not None
-    found = catalog.read_origin(target) if is_there else None
-    if found is None or found[1:] != origin[1:]:
-        what = "a store that began elsewhere" if is_there else "something that is no store"
+        new = {"run": uuid.uuid4().hex, "created": commit.now()}
+        target.create(names.STORE, seal({**new, "from": origin}))
+    found = catalog.read_origin(target) if target.size(names.STORE) is not None else None
+    if found is None or {**found, "store": ""} != {**origin, "store": ""}:
         raise Conflict(
-            f"forking step {origin.step} of {origin.store} to {target.root}: {what} is there. Name "
+            f"forking {name} of {source.root} to {target.root}: something else is there. Name "
             f"another place"
         )
+    with shown(target):
+        return Copier(source, target, progress=progress, are_shared=True).bring(name)

@@ -17,7 +17,6 @@ MANIFEST = "manifest.json"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
 _DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
-_PART = re.compile(r"part-\d{1,7}\.json")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -40,11 +39,6 @@ def state_path(name: CheckpointName) -> str:
 def part_path(name: CheckpointName, node: int) -> str:
     """What one of several nodes has of a checkpoint, before it is committed."""
     return f"{CHECKPOINTS}/{name}/part-{node}.json"
-
-
-def is_part(file_name: str) -> bool:
-    """Whether a file in a checkpoint's directory is such a document."""
-    return _PART.fullmatch(file_name) is not None
 
 
 def epoch_path(epoch: int) -> str:

@@ -9,7 +9,6 @@ out by what it misses, or by its epoch.
 import contextlib
 import logging
 import os
-import re
 import secrets
 import socket
 import threading
@@ -82,8 +81,7 @@ def shown(tier: Tier) -> Iterator[None]:
 
 def is_empty(tier: Tier) -> bool:
     """Whether there is nothing but what a writer that died at once may have left."""
-    draft = re.compile(rf"{re.escape(names.STORE)}\.\w+\.tmp")
-    found = {name for name in tier.list("") if not draft.fullmatch(name)}
+    found = {name for name in tier.list("") if not name.startswith(f"{names.STORE}.")}
     return found <= {names.WRITERS, names.PROBES}
 
 

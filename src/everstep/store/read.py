@@ -141,7 +141,8 @@ class PackCheck:
         """`table`: the part's; `index`: which of its packs."""
         self._link = part.packs[index]
         self._digests = part.digests
-        self._runs = list(self._runs_of(_by_pack(part, table)[index]))
+        found = extents(table) if part.stored is None else stored_extents(table, part.stored)
+        self._runs = list(self._runs_of([each for each in found if each.pack == index]))
 
     @property
     def expected(self) -> tuple[object, ...]:
@@ -215,14 +216,6 @@ class PackCheck:
             return []
         said = f"the padding ({PAD_PREFIX}*) from byte {at} on is not all zeros"
         return [Corrupt(f"reading {self._link.path}: {said}")]
-
-
-def _by_pack(part: Part, table: Table) -> list[list[Extent]]:
-    by_pack: list[list[Extent]] = [[] for _ in part.packs]
-    found = extents(table) if part.stored is None else stored_extents(table, part.stored)
-    for extent in found:
-        by_pack[extent.pack].append(extent)
-    return by_pack
 
 
 Verified = dict[tuple[object, ...], list[Corrupt]]

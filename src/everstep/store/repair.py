@@ -9,7 +9,7 @@ from collections.abc import Callable
 from everstep.errors import Corrupt, Missing
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.store import catalog, names, read
-from everstep.store.copy import check_run, copy_checkpoint
+from everstep.store.copy import Copier, check_run
 from everstep.tiers.tier import Tier
 
 
@@ -64,7 +64,7 @@ class Mender:
             return
         behind = manifest.behind.name
         if not catalog.is_there(self._tier, behind):
-            found = copy_checkpoint(self._source, self._tier, behind).checkpoints
+            found = Copier(self._source, self._tier).copy(behind).checkpoints
             self.mended += map(names.manifest_path, found)
 
     def _mend_document(self, path: str, read: Callable[..., object], what: object) -> None:

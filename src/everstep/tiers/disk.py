@@ -64,12 +64,11 @@ class Disk:
         name = str(self.root / path)
         with self._telling("writing", path, size):
             self._make_directories([os.path.dirname(path)])
+            file = NewFile(self._system, name, self._writers)
             try:
-                with NewFile(self._system, name, self._writers).kept() as file:
-                    yield file
-            except FileExistsError:
-                raise
+                yield file
             except BaseException:
+                file.abandon()
                 self._forget(name)
                 raise
 

@@ -77,15 +77,6 @@ class NewFile:
                 system.unlink(name)
             self._fd = system.open(name, _CREATE)
 
-    @contextmanager
-    def kept(self) -> Iterator["NewFile"]:
-        """It is abandoned where something is raised within."""
-        try:
-            yield self
-        except BaseException:
-            self.abandon()
-            raise
-
     def allocate(self, size: int) -> None:
         """Reserve so many bytes, where the file system does that. Raises OSError."""
         try:
@@ -130,10 +121,10 @@ class NewFile:
         Unavailable."""
         with telling("writing", self._name, os.fstat(self._fd).st_size):
             try:
-                with self.kept():
-                    self._system.fsync(self._fd)
+                self._system.fsync(self._fd)
                 self._close()
             except BaseException:
+                self.abandon()
                 with contextlib.suppress(OSError):  # gc finds it
                     self._system.unlink(self._name)
                 raise
