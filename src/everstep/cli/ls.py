@@ -53,22 +53,19 @@ class Listing:
         """What there is to say of each. Some manifests are read at a time, as a bucket answers
         late."""
         with ThreadPoolExecutor(_READS_IN_FLIGHT) as pool:
-            found = list(pool.map(self._read, names))
-        return [self._entry(*pair) for pair in zip(names, found, strict=True)]
+            for name in names:
+                pool.submit(self._chains.link, name)  # it is remembered; errors come again below
+        return list(map(self._entry, names))
 
-    def _read(self, name: CheckpointName) -> Facts:
-        """What its manifest says, or what is wrong with it."""
-        try:
-            return self._chains.link(name).facts
-        except EverstepError as error:
-            return {"kind": type(error).__name__.lower(), "problem": str(error)}
-
-    def _entry(self, name: CheckpointName, said: Facts) -> Facts:
-        """Its place in the run and in its chain beside that."""
+    def _entry(self, name: CheckpointName) -> Facts:
+        """What its manifest says, or what is wrong with it; its place in the run and its chain."""
         own = {"name": str(name), **name._asdict(), "current": name in self.current}
-        own |= {"tags": self.tags.get(name, []), **said}
-        if "problem" in said:
-            return own
+        own["tags"] = self.tags.get(name, [])
+        try:
+            said = self._chains.link(name).facts
+        except EverstepError as error:
+            return own | {"kind": type(error).__name__.lower(), "problem": str(error)}
+        own |= said
         base, records = self._chains.origin(name) or (None, None)
         own["exact"] &= base is None or self._chains.link(base).exact
         is_log = said["kind"] == "log"

@@ -70,11 +70,9 @@ class _Placed(NamedTuple):
 class _Pack:
     """A rank's pack, and the pieces that are taken of it, as they lie in it."""
 
-    position: int
-    header: int
+    shape: PackShape
     section: Section
     pieces: list[_Placed]
-    kind: tuple[bool, int]
 
 
 def merge(ranks: NamedTables, *, are_all: bool = True) -> Merged:
@@ -95,9 +93,9 @@ def merge(ranks: NamedTables, *, are_all: bool = True) -> Merged:
         placed = [(pack, found, at) for pack in file for found, at in _place(entries, pack)]
         headers.append(header := entries.encode())
         size = len(header) + entries.size
-        shapes.append(PackShape(size, len(header), number, *file[0].kind))
+        shapes.append(replace(file[0].shape, size=size, header=len(header), digest=number))
         for pack, (entry, piece), at in placed:
-            digest = digests[pack.position, piece.digest]
+            digest = digests[pack.section.rank, piece.digest]
             again = replace(piece, pack=number, offset=len(header) + at, digest=digest)
             moved.setdefault(entry.spec.name, []).append(again)
     found: dict[str, TensorEntry] = {}
@@ -221,13 +219,7 @@ def _packs(tables: Sequence[Table]) -> list[_Pack]:
     for position, table in enumerate(tables):
         starts = pack_starts(shape.size for shape in table.packs)
         own = [
-            _Pack(
-                position,
-                shape.header,
-                Section(position, start + shape.header, shape.size - shape.header),
-                [],
-                (shape.still, shape.turn),
-            )
+            _Pack(shape, Section(position, start + shape.header, shape.size - shape.header), [])
             for shape, start in zip(table.packs, starts, strict=True)
         ]
         for name, entry in table.tensors.items():
@@ -246,7 +238,7 @@ def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
     """The merged index of each piece's first digest, by position of its rank, and its own."""
     at = first
     merged: dict[tuple[int, int], int] = {}
-    rows = ((p.position, placed.piece) for p in found for placed in p.pieces)
+    rows = ((p.section.rank, placed.piece) for p in found for placed in p.pieces)
     for position, piece in sorted(rows, key=lambda row: (row[0], row[1].digest)):
         merged[position, piece.digest] = at
         at += chunk_count(piece.size)
@@ -256,7 +248,11 @@ def _digests(found: Sequence[_Pack], first: int) -> dict[tuple[int, int], int]:
 def _files(found: Sequence[_Pack]) -> Iterator[list[_Pack]]:
     """The packs that go into one file each; the still ones last, and by their turns, in
     files of their own."""
-    for _, group in groupby(sorted(found, key=lambda pack: pack.kind), lambda pack: pack.kind):
+
+    def kind(pack: _Pack) -> tuple[bool, int]:
+        return pack.shape.still, pack.shape.turn
+
+    for _, group in groupby(sorted(found, key=kind), kind):
         rows = ((pack, len(pack.pieces)) for pack in group)
         yield from in_groups(rows, packs.ENTRIES_PER_PACK_MAX)
 
@@ -266,7 +262,7 @@ def _place(entries: Entries, pack: _Pack) -> Iterator[tuple[_Placed, int]]:
     base = entries.size
     for placed in pack.pieces:
         spec, piece = placed.entry.spec, placed.piece
-        entries.pad(base + piece.offset - pack.header)
+        entries.pad(base + piece.offset - pack.shape.header)
         name = entry_name(spec.name, spec.shape, piece.box)
         if name in entries.rows:
             raise Unsupported(

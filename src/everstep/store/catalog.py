@@ -5,7 +5,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from everstep.errors import Corrupt, Missing, Unsupported
+from everstep.errors import Corrupt, Missing
 from everstep.format.document import digest_of, natural, uncollected, unseal
 from everstep.format.manifest import (
     CheckpointName,
@@ -74,14 +74,6 @@ def read_epoch(disk: Readable, number: int) -> Epoch:
     value = unseal(disk.read(path), disk.root / path, _EPOCH)
     parent, fork, created, writer = (value[key] for key in ("parent", "fork", "created", "writer"))
     return Epoch(number, parent, fork, created, writer, value.get("attachment"))
-
-
-def is_epoch(document: bytes) -> bool:
-    """Whether it is the whole claim of an epoch."""
-    try:
-        return bool(unseal(document, names.EPOCHS, _EPOCH))
-    except (Corrupt, Unsupported):
-        return False
 
 
 def find_attachment(disk: Readable, attachment: str) -> int | None:

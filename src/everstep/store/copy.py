@@ -162,9 +162,8 @@ def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
     epochs = catalog.read_epochs(source)
     number: int | None = newest
     while number is not None and number in epochs:
-        path = names.epoch_path(number)
-        document = _find(source, path)
-        if document and catalog.is_epoch(document) and not _create(target, path, document):
+        path, is_whole = names.epoch_path(number), epochs[number].created
+        if is_whole and not _create(target, path, source.read(path)):
             raise Conflict(
                 f"copying to {target.root}: its {path} is another writer's than that of "
                 f"{source.root}: both have gone on from one run. Copy to another place"

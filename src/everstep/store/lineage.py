@@ -17,7 +17,8 @@ from everstep.format.manifest import CheckpointName
 class Epoch:
     """One attachment of a trainer to the store.
 
-    It goes on from step `fork` of epoch `parent`, or from nothing (None and 0).
+    It goes on from step `fork` of epoch `parent`, or from nothing (None and 0). Where its claim is
+    damaged or gone, it is not known when and by whom it was made.
     """
 
     number: int

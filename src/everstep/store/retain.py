@@ -141,28 +141,22 @@ def cut_off(
     cache = {} if cache is None else cache
     for name in sorted(catalog.committed(disk)):  # each after what is behind it
         with contextlib.suppress(EverstepError):
-            behind = _previous(disk, name, cache)
+            behind = _needs(disk, name, cache).previous
             if behind and (behind in found or is_lost(behind)):
                 found[name] = None
     return found
 
 
 def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
-    """Those that no checkpoint outside of `doomed` goes on from."""
+    """Those that no checkpoint outside of `doomed` goes on from. What cannot be read goes on from
+    nothing that could be told: as long as it is there, nothing is deleted."""
     committed = catalog.committed(disk)
     stays: set[CheckpointName | None] = {name for name in committed if name not in doomed}
     for name in sorted(committed, reverse=True):  # a log before what it goes on from
         if name in stays:
-            stays.add(_previous(disk, name, cache))
+            with contextlib.suppress(Missing, Corrupt):
+                stays.add(_needs(disk, name, cache).previous)
     return [name for name in doomed if name not in stays]
-
-
-def _previous(disk: Tier, name: CheckpointName, cache: NeedsCache) -> CheckpointName | None:
-    """What a checkpoint goes on from. One that is gone, or that none can read, goes on from nothing
-    any more: as long as it is there, nothing is deleted."""
-    with contextlib.suppress(Missing, Corrupt):
-        return _needs(disk, name, cache).previous
-    return None
 
 
 def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:

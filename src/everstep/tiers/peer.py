@@ -263,7 +263,6 @@ class Peer(Objects):
         return link, True
 
     def _give(self, link: Link) -> None:
-        """It is free again."""
         with self._lock:
             if len(self._idle) < _IDLE_MAX:
                 self._idle.append(link)

@@ -118,7 +118,6 @@ def _differing(first: Whole, second: Whole, name: str, other: str) -> Iterator[B
 
 
 def _add(change: Change, before: torch.Tensor, after: torch.Tensor) -> None:
-    """These elements, too."""
     for a, b in zip(before.split(_ELEMENTS), after.split(_ELEMENTS), strict=True):
         differs = (_bits(a) != _bits(b)).any(-1)
         change.changed += int(differs.sum())

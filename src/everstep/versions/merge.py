@@ -7,7 +7,6 @@ be shared (a log's step, what is encoded against other bytes, a tensor's second 
 """
 
 import copy
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from everstep.sharding.leaves import bytes_of
 from everstep.state.objects import references
 from everstep.store import catalog, names
 from everstep.store.copy import Progress
-from everstep.tiers.tier import Tier, tier_at
+from everstep.tiers.tier import Tier, name_of, tier_at
 from everstep.versions.recipe import Recipe, Source, Take, read_recipe
 
 _BLOCK_BYTES = 16 << 20
@@ -52,7 +51,8 @@ def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) 
     said = read_recipe(recipe)
     with Loader() as loader:
         sources = _open_all(said, to, loader)
-        plan = _Plan(sources[said.base], said.problems) if said.base in sources else None
+        base = sources.get(said.base)
+        plan = _Plan(base, said.problems) if base else None
         for take in said.takes:
             if plan and take.source in sources:
                 plan.take(take, sources[take.source])
@@ -84,7 +84,7 @@ def _open_all(recipe: Recipe, to: str, loader: Loader) -> dict[Source | None, Wh
     sources = [recipe.base, *(take.source for take in recipe.takes)]
     for source in dict.fromkeys(filter(None, sources)):
         try:
-            if os.path.realpath(source.store) == os.path.realpath(to):
+            if name_of(source.store) == name_of(to):
                 raise ValueError("it is where the merged checkpoint is to be")
             disk = tier_at(source.store)
             name = catalog.find(disk, source.step)
