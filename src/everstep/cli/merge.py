@@ -21,12 +21,11 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.versions.merge import merge
 
     with progress_bar("merging") as progress:
-        found = merge(args.recipe, args.store, progress)
+        name, said = merge(args.recipe, args.store, progress)
     seconds = progress.seconds
-    said = {"tensors": found.taken, "bytes": found.bytes, "bytes_shared": found.bytes_shared}
-    shared, copied = text.size(found.bytes_shared), text.size(found.bytes)
-    head = f"{text.clean(args.store)} has {found.name}: {shared} shared, {copied} copied"
-    rows = [f"  {text.plural(n, 'tensor')} of {text.clean(of)}" for of, n in found.taken.items()]
+    shared, copied = text.size(said["bytes_shared"]), text.size(said["bytes"])
+    head = f"{text.clean(args.store)} has {name}: {shared} shared, {copied} copied"
+    rows = [f"  {text.plural(n, 'tensor')} of {text.clean(o)}" for o, n in said["tensors"].items()]
     return Answer(
-        {**found.name._asdict(), **said, "seconds": seconds}, [f"{head}, in {seconds:.1f} s", *rows]
+        {**name._asdict(), **said, "seconds": seconds}, [f"{head}, in {seconds:.1f} s", *rows]
     )

@@ -8,7 +8,6 @@ import mmap
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
 import xxhash
 
@@ -18,13 +17,12 @@ from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
-from everstep.interchange.draft import Borrowed, Draft
+from everstep.interchange.draft import Draft
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
-from everstep.store.copy import Progress
+from everstep.store.copy import Copier, Progress
 from everstep.store.presence import is_empty, living, shown
-from everstep.store.read import PackCheck, opened
 from everstep.tiers.files import EXTENT_BYTES
 from everstep.tiers.tier import Tier
 
@@ -81,17 +79,18 @@ def _write(
             link = FileLink(names.pack_path(name, token, number), pack.size)
             disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
             links.append(link)
-        shared = list(chain.from_iterable(_take(disk, each) for each in draft.borrowed))
+        shared = list[FileLink]()
+        for each in draft.borrowed:
+            shared += Copier(each.tier, disk, are_shared=True).bring_packs(each.part)
         disk.sync_entries([link.path for link in shared])
         draft.bytes_shared = sum(link.size for link in shared)
         own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
         tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
         made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
+        every = zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
         parts = [
             replace(part, rank=number, table=commit.table_link(table), steps=name.step)
-            for number, (part, table) in enumerate(
-                zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
-            )
+            for number, (part, table) in enumerate(every)
         ]
         check_no_writer(disk.root, what)
         _claim(disk, name, parent, what)
@@ -99,18 +98,6 @@ def _write(
     except BaseException:
         commit.discard_packs(disk, name, [link.path for link in links])
         raise
-
-
-def _take(disk: Tier, borrowed: Borrowed) -> Iterator[FileLink]:
-    """Have a part's packs: as the same files where they can be; those are told. What is copied is
-    compared with its digests."""
-    for index, link in enumerate(borrowed.part.packs):
-        if disk.share(borrowed.tier, link.path):
-            yield link
-            continue
-        check = PackCheck(borrowed.part, index, borrowed.table)
-        with opened(borrowed.tier, link) as reader:
-            disk.stream(link.path, check.checked(reader), link.size)
 
 
 def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:

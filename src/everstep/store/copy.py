@@ -222,17 +222,24 @@ class Copier:
 
     def _copy(self, step: _Step) -> None:
         """All that it goes back to is there."""
-        shared: list[str] = []
+        shared: list[FileLink] = []
         for part in filter(self._is_to_go, step.parts):
-            for index, pack in enumerate(part.packs):
-                if pack.path not in self._packs:
-                    if self._are_shared and self._share(pack):
-                        shared.append(pack.path)
-                    else:
-                        self._copy_pack(part, index)
-                    self._packs.add(pack.path)
-        self._target.sync_entries(shared)
+            shared += self.bring_packs(part)
+        self._target.sync_entries([link.path for link in shared])
         self._publish(step)
+
+    def bring_packs(self, part: Part) -> list[FileLink]:
+        """Have the packs of one part, durably; but for those that are shared, which are told, and
+        durable after `sync_entries`. Raises as `copy`."""
+        shared = []
+        for index, pack in enumerate(part.packs):
+            if pack.path not in self._packs:
+                if self._are_shared and self._share(pack):
+                    shared.append(pack)
+                else:
+                    self._copy_pack(part, index)
+                self._packs.add(pack.path)
+        return shared
 
     def _share(self, link: FileLink) -> bool:
         read.check_size(self.source, link)

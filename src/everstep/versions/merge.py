@@ -9,7 +9,7 @@ be shared (a log's step, what is encoded against other bytes, a tensor's second 
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,14 @@ from everstep.versions.recipe import Recipe, Source, Take, read_recipe
 _BLOCK_BYTES = 16 << 20
 
 
-@dataclass(slots=True)
-class Merged:
-    """What a merge came to: tensors taken from each source, bytes that were shared and copied."""
-
-    name: CheckpointName
-    taken: dict[str, int]
-    bytes: int
-    bytes_shared: int
-
-
-def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) -> Merged:
-    """Make the new store `to` with the checkpoint of a recipe; blocks. Takes memory for some
-    blocks, and of a log's step for its state. Raises Mismatch, which tells all that does not fit,
-    before anything is written; Missing and ValueError for a recipe that cannot be read, Conflict
-    where something is there, Corrupt, Unavailable."""
+def merge(
+    recipe: Path, to: str, progress: Progress = lambda done, total: None
+) -> tuple[CheckpointName, dict[str, Any]]:
+    """Make the new store `to` with the checkpoint of a recipe; blocks. Returns what it is called,
+    how many `tensors` are of which source, `bytes` that were copied, and those that are shared.
+    Takes memory for some blocks, and of a log's step for its state. Raises Mismatch, which tells
+    all that does not fit, before anything is written; Missing and ValueError for a recipe that
+    cannot be read, Conflict where something is there, Corrupt, Unavailable."""
     said = read_recipe(recipe)
     with Loader() as loader:
         sources = _open_all(said, to, loader)
@@ -66,7 +59,7 @@ def merge(recipe: Path, to: str, progress: Progress = lambda done, total: None) 
         name = write(target, draft, plan.base.name.step, progress=progress)
     size = sum(each.size for each in draft.tensors.values())
     size += sum(each.part.size for each in draft.borrowed) - draft.bytes_shared
-    return Merged(name, plan.counts(), size, draft.bytes_shared)
+    return name, {"tensors": plan.counts(), "bytes": size, "bytes_shared": draft.bytes_shared}
 
 
 def new_store(to: str, what: str) -> Tier:
