@@ -65,7 +65,7 @@ def uncollected(work: Callable[P, T]) -> Callable[P, T]:
 
 def seal(value: dict[str, Any]) -> bytes:
     """Encode `value` as a sealed document, of this format: a dict of plain JSON, without "digest".
-    A dataclass in it is an object of its members, but for those that are None."""
+    A dataclass in it is an object of its members, but for those that are as by default."""
     assert "digest" not in value
     said, brief = {"format": FORMAT_VERSION, **value}, (",", ":")
     text = json.dumps(
@@ -76,8 +76,8 @@ def seal(value: dict[str, Any]) -> bytes:
 
 
 def _as_object(value: Any) -> dict[str, Any]:
-    found = ((each.name, getattr(value, each.name)) for each in fields(value))
-    return {name: each for name, each in found if each is not None}
+    rows = ((getattr(value, each.name), each) for each in fields(value))
+    return {each.name: found for found, each in rows if found != each.default}
 
 
 @uncollected

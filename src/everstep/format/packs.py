@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
@@ -107,7 +107,7 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class PackShape:
-    """A pack as its table knows it: file size, size of the header, index of the header's digest,
+    """A pack as its table has it: file size, size of the header, index of the header's digest,
     whether a file of an earlier checkpoint may have it: as it seems not to change, or is saved at
     some steps, with all of the same `turn`."""
 
@@ -116,12 +116,6 @@ class PackShape:
     digest: int
     still: bool = False
     turn: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in a table."""
-        known = {"size": self.size, "header": self.header, "digest": self.digest}
-        more = {"still": self.still, "turn": self.turn}
-        return known | {key: value for key, value in more.items() if value}
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ def encode_table(
 def seal_table(table: Table) -> bytes:
     """The sealed document of a table, whose tensors are sorted by name."""
     document = {
-        "packs": [pack.to_json() for pack in table.packs],
+        "packs": table.packs,
         "tensors": list(map(_entry_to_json, table.tensors.values())),
         "optimizers": table.optimizers,
     }
