@@ -8,7 +8,7 @@ be shared (a log's step, what is encoded against other bytes, a tensor's second 
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from everstep.state.objects import references
 from everstep.store import catalog, names
 from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier, name_of, tier_at
-from everstep.versions.recipe import Recipe, Source, Take, read_recipe
+from everstep.versions.recipe import Source, Take, read_recipe
 
 _BLOCK_BYTES = 16 << 20
 
@@ -41,18 +41,18 @@ def merge(
     Takes memory for some blocks, and of a log's step for its state. Raises Mismatch, which tells
     all that does not fit, before anything is written; Missing and ValueError for a recipe that
     cannot be read, Conflict where something is there, Corrupt, Unavailable."""
-    said = read_recipe(recipe)
+    problems: list[str] = []
+    base, takes = read_recipe(recipe, problems.append)
     with Loader() as loader:
-        sources = _open_all(said, to, loader)
-        base = sources.get(said.base)
-        plan = _Plan(base, said.problems) if base else None
-        for take in said.takes:
+        wanted = filter(None, (base, *(take.source for take in takes)))
+        sources = _open_all(wanted, to, loader, problems)
+        plan = _Plan(sources[base], problems) if base in sources else None
+        for take in takes:
             if plan and take.source in sources:
                 plan.take(take, sources[take.source])
-        if plan is None or said.problems:
+        if plan is None or problems:
             raise Mismatch(
-                f"merging {recipe}: nothing was written, as not all fits: "
-                f"{'; '.join(said.problems)}"
+                f"merging {recipe}: nothing was written, as not all fits: {'; '.join(problems)}"
             )
         target = new_store(to, "merging")
         draft = plan.draft(recipe)
@@ -70,12 +70,13 @@ def new_store(to: str, what: str) -> Tier:
     return target
 
 
-def _open_all(recipe: Recipe, to: str, loader: Loader) -> dict[Source | None, Whole]:
-    """The checkpoints of a recipe, each opened once. What cannot be had is noted there."""
+def _open_all(
+    sources: Iterable[Source], to: str, loader: Loader, problems: list[str]
+) -> dict[Source | None, Whole]:
+    """The checkpoints of a recipe, each opened once. Notes what cannot be had."""
     found: dict[Source | None, Whole] = {}
     opened: dict[tuple[str, CheckpointName], Whole] = {}
-    sources = [recipe.base, *(take.source for take in recipe.takes)]
-    for source in dict.fromkeys(filter(None, sources)):
+    for source in dict.fromkeys(sources):
         try:
             if name_of(source.store) == name_of(to):
                 raise ValueError("it is where the merged checkpoint is to be")
@@ -86,7 +87,7 @@ def _open_all(recipe: Recipe, to: str, loader: Loader) -> dict[Source | None, Wh
                 opened[key] = Whole(disk, name, loader)
             found[source] = opened[key]
         except (EverstepError, ValueError, OSError) as error:
-            recipe.problems.append(f"{source}: {error}")
+            problems.append(f"{source}: {error}")
     return found
 
 

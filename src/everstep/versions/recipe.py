@@ -13,8 +13,8 @@ for one of these words.
 
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,17 +74,32 @@ class Take:
         return name
 
 
-@dataclass(slots=True)
-class Recipe:
-    """What is to be merged, as far as it can be read, and what is wrong with the rest."""
+def read_recipe(path: Path, say: Callable[[str], object]) -> tuple[Source | None, list[Take]]:
+    """The base and what is taken, as far as that can be read; `say` is told what is wrong with the
+    rest. Raises Missing, and ValueError for what is no TOML."""
+    value, source, found = _parsed(path), None, []
+    for key in sorted(value.keys() - {"base", "take"}):
+        say(f"{key!r} is not known here: a recipe has `base` and `[[take]]`")
+    base, takes = value.get("base"), value.get("take")
+    if flaw := find_flaw(base, _SOURCE):
+        say(f"base{flaw} ({_DOCS})")
+    else:
+        source = _source(base)
+    if find_flaw(takes, [{}]) or not takes:
+        say("there is no [[take]]")
+        takes = []
+    for number, row in enumerate(takes, 1):
+        for key in sorted(row.keys() - {"from", "tensors", "rename", "optimizer"}):
+            say(f"take {number}: {key!r} is not known here ({_DOCS})")
+        if flaw := find_flaw(row, _TAKE):
+            say(f"take {number}{flaw} ({_DOCS})")
+        else:
+            rest = row.get("rename", {}), row.get("optimizer", True)
+            found.append(Take(number, _source(row["from"]), row["tensors"], *rest))
+    return source, found
 
-    base: Source | None = None
-    takes: list[Take] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
 
-
-def read_recipe(path: Path) -> Recipe:
-    """Raises Missing, and ValueError for what is no TOML."""
+def _parsed(path: Path) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
             data = file.read(_BYTES_MAX + 1)
@@ -93,34 +108,9 @@ def read_recipe(path: Path) -> Recipe:
     if len(data) > _BYTES_MAX:
         raise ValueError(f"reading the recipe {path}: it has more than {_BYTES_MAX} bytes")
     try:
-        value = tomllib.loads(data.decode())
+        return tomllib.loads(data.decode())
     except ValueError as error:  # of TOML, or of UTF-8
         raise ValueError(f"reading the recipe {path}: it is no TOML: {error}") from error
-    return _recipe(value)
-
-
-def _recipe(value: Mapping[str, Any]) -> Recipe:
-    found = Recipe()
-    say = found.problems.append
-    for key in sorted(value.keys() - {"base", "take"}):
-        say(f"{key!r} is not known here: a recipe has `base` and `[[take]]`")
-    base, takes = value.get("base"), value.get("take")
-    if flaw := find_flaw(base, _SOURCE):
-        say(f"base{flaw} ({_DOCS})")
-    else:
-        found.base = _source(base)
-    if find_flaw(takes, [{}]) or not takes:
-        say("there is no [[take]]")
-        return found
-    for number, row in enumerate(takes, 1):
-        for key in sorted(row.keys() - {"from", "tensors", "rename", "optimizer"}):
-            say(f"take {number}: {key!r} is not known here ({_DOCS})")
-        if flaw := find_flaw(row, _TAKE):
-            say(f"take {number}{flaw} ({_DOCS})")
-        else:
-            rest = row.get("rename", {}), row.get("optimizer", True)
-            found.takes.append(Take(number, _source(row["from"]), row["tensors"], *rest))
-    return found
 
 
 def _source(value: Any) -> Source:
