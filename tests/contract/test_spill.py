@@ -200,7 +200,7 @@ def test_a_directory_that_does_not_serve_is_refused(store, tmp_path):
 
 def test_a_file_with_a_name_is_no_arena_of_the_spill(tmp_path):
     path = tmp_path / "arena"
-    arena = Arena.create_file(str(tmp_path), 4096, 4096)
+    arena = Arena.create(1, 4096, 4096, str(tmp_path))
     Arena(os.dup(arena.fd)).close()
     path.write_bytes(os.pread(arena.fd, os.fstat(arena.fd).st_size, 0))
     with pytest.raises(everstep.Corrupt):

@@ -28,7 +28,6 @@ import resource
 import secrets
 import stat
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -133,8 +132,19 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
-    def create(cls, slot_count: int, documents_size: int, image_size: int) -> "Arena":
-        """Make and seal a new arena. Takes no memory yet: pages come when first written."""
+    def create(
+        cls,
+        slot_count: int,
+        documents_size: int,
+        image_size: int,
+        directory: str | None = None,
+        *,
+        reserves_image: bool = True,
+    ) -> "Arena":
+        """Make a new arena: of sealed memory, which it takes when it is first written; or where a
+        `directory` is given, of a file without a name there, whose blocks are there, but for those
+        of images if they are not wanted: these may be written by system calls. Raises Unavailable.
+        """
         documents_size, image_size = round_up(documents_size), round_up(image_size)
         if documents_size > DOCUMENTS_BYTES_MAX:
             raise Unavailable(
@@ -142,37 +152,23 @@ class Arena:
                 f"{documents_size} bytes, {DOCUMENTS_BYTES_MAX} is the limit"
             )
         size = PAGE_BYTES + slot_count * (documents_size + image_size)
-        check_file_size("making an arena", size)
-        fd = os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        what = "making an arena" if directory is None else f"making a file in {directory}"
+        check_file_size(what, size)
         try:
-            with _closing_on_error(fd):
-                _lay_out(fd, slot_count, documents_size, image_size)
-                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd)
+            fd = _new_memory() if directory is None else _new_file(directory)
+            try:
+                os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
+                os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
+                if directory is None:
+                    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+                else:  # else a full disk would end who writes
+                    reserved = size if reserves_image else PAGE_BYTES + documents_size
+                    os.posix_fallocate(fd, 0, reserved)
+            except BaseException:
+                os.close(fd)
+                raise
         except OSError as error:
-            raise Unavailable(f"making an arena of {size} bytes: {error.strerror}") from error
-
-    @classmethod
-    def create_file(
-        cls, directory: str, documents_size: int, image_size: int, *, reserves_image: bool = True
-    ) -> "Arena":
-        """One slot in a file without a name, whose blocks are there; those of the image if that is
-        wanted: it may be written by system calls. Raises Unavailable."""
-        documents_size, image_size = round_up(documents_size), round_up(image_size)
-        path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
-        size = PAGE_BYTES + documents_size + image_size
-        check_file_size(f"making a file in {directory}", size)
-        try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            os.unlink(path)
-            with _closing_on_error(fd):
-                _lay_out(fd, 1, documents_size, image_size)
-                reserved = size if reserves_image else PAGE_BYTES + documents_size
-                os.posix_fallocate(fd, 0, reserved)  # else a full disk would end who writes
-        except OSError as error:
-            raise Unavailable(
-                f"making a file of {size} bytes in {directory}: {error.strerror}"
-            ) from error
+            raise Unavailable(f"{what} of {size} bytes: {error.strerror}") from error
         return cls(fd)
 
     @property
@@ -362,20 +358,15 @@ class Arena:
         return digest.intdigest()
 
 
-@contextlib.contextmanager
-def _closing_on_error(fd: int) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        os.close(fd)
-        raise
+def _new_memory() -> int:
+    return os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
-def _lay_out(fd: int, slot_count: int, documents_size: int, image_size: int) -> None:
-    """Make an empty file an arena of such slots; the sizes are of whole pages. Raises OSError."""
-    size = PAGE_BYTES + slot_count * (documents_size + image_size)
-    os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
-    os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
+def _new_file(directory: str) -> int:
+    path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.unlink(path)
+    return fd
 
 
 def _is_sealed(fd: int) -> bool:

@@ -111,7 +111,7 @@ class Spill:
         if row is None or len(self._session.spilled()) >= FILES_MAX:
             return False
         sizes = source.documents_size, row.image_size
-        arena = Arena.create_file(self._directory, *sizes, reserves_image=False)
+        arena = Arena.create(1, *sizes, self._directory, reserves_image=False)
         self._session.add_spill(SPILL + secrets.token_hex(8), arena)
         image = source.image(slot)[: row.image_size]
         is_there = self._copy(image, arena, arena.image_address(0) - arena.address)
@@ -143,7 +143,7 @@ class Spill:
 def check_directory(directory: str) -> None:
     """Raises Unavailable where nothing can be spilled there."""
     try:
-        Arena.create_file(directory, PAGE_BYTES, PAGE_BYTES).close()
+        Arena.create(1, PAGE_BYTES, PAGE_BYTES, directory).close()
     except Unavailable as error:
         raise Unavailable(
             f"spilling to {directory}: {error}. Give tiers=everstep.Tiers(spill=...) a directory "

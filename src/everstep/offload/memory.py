@@ -38,10 +38,7 @@ class Memory:
         table. `directory`: for a file; None: in memory. `documents_bytes`: what else is said of it,
         but for a MB. Raises Unavailable."""
         room = len(document) + documents_bytes + _SLACK_BYTES
-        if directory is None:
-            arena = Arena.create(1, room, layout.size)
-        else:
-            arena = Arena.create_file(directory, room, layout.size)
+        arena = Arena.create(1, room, layout.size, directory)
         _seal(arena, document, layout.size, 0, {"holds": "tensors"})
         arena.set_state(0, SlotState.FREE)
         found = cls(arena)
