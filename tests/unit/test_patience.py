@@ -31,7 +31,7 @@ def test_nobody_waits_before_something_is_committed(clock: SimpleNamespace) -> N
     clock.s += STALL_S
     assert not waiting.lasts(since)
     assert not waiting.lasts(clock.s)
-    waiting.note_bytes(5)
+    waiting.note_written()
     assert not waiting.lasts(clock.s)
     waiting.note_commit()
     assert waiting.lasts(clock.s)
@@ -40,30 +40,28 @@ def test_nobody_waits_before_something_is_committed(clock: SimpleNamespace) -> N
 def test_a_slow_disk_makes_progress(clock: SimpleNamespace) -> None:
     waiting = Patience()
     since = clock.s
-    for count in range(1, 20):
+    for _ in range(20):
         clock.s += STALL_S / 2
-        waiting.note_bytes(count)
+        waiting.note_written()
         assert waiting.lasts(since)
-    for _ in range(2):
-        clock.s += STALL_S / 2
-        waiting.note_bytes(count)
+    clock.s += STALL_S
     assert not waiting.lasts(since)
 
 
 def test_keepers_that_die_at_the_same_byte_make_no_progress(clock: SimpleNamespace) -> None:
     waiting = Patience()
-    waiting.note_bytes(900)
-    waiting.note_commit()
-    waiting.note_bytes(1000)  # 100 of the next one
     since = clock.s
-    for _ in range(3):
+    for count in range(1, 4):
         clock.s += STALL_S / 3
-        waiting.note_keeper()
-        waiting.note_bytes(100)
+        assert waiting.note_loss() == count
+        waiting.note_written()
     assert not waiting.lasts(since)
     waiting.note_commit()
-    waiting.note_bytes(101)
+    clock.s += STALL_S / 2
+    waiting.note_written()
+    clock.s += STALL_S / 2
     assert waiting.lasts(since)
+    assert waiting.note_loss() == 1
 
 
 def test_what_is_on_its_way_waits_for_a_keeper_since_the_first_was_lost(

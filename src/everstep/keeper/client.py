@@ -37,7 +37,8 @@ _REMIND_S = 30.0
 _LOOK_S = 0.2
 _ASKED_MAX = 5
 _PAUSE_S_MIN, _PAUSE_S_MAX = 1.0, 60.0
-_DEATHS_MAX, _DEATHS_S = 5, 60.0
+_LOSSES_MAX = 5
+"""Of keepers, before anything is committed: then some time passes before the next one."""
 
 _GAPS_MAX = 16
 _REASON_MAX = 500
@@ -58,12 +59,8 @@ class Patience:
         self._lock = threading.Lock()
         self._progressed = time.monotonic()
         self._is_spent = False
-        self._bytes_before = 0
-        """That this keeper had written by the last commit."""
-        self._bytes = 0
-        self._bytes_most = 0
-        """That any keeper has written since the last commit: one that keeps dying at the same byte
-        makes no progress."""
+        self._losses = 0
+        """Of keepers, since the last commit."""
         self._lost_since: float | None = None
 
     def lasts(self, since: float) -> bool:
@@ -77,29 +74,27 @@ class Patience:
         """The same for what waits for another keeper since there was none for the first time, after
         the last commit."""
         with self._lock:
-            self._lost_since = self._lost_since or time.monotonic()
-            since = self._lost_since
+            since = self._lost_since = self._lost_since or time.monotonic()
         return self.lasts(since)
 
     def note_commit(self) -> None:
         """Something of this trainer has become durable."""
         with self._lock:
             self._progressed = time.monotonic()
-            self._is_spent, self._lost_since = False, None
-            self._bytes_before, self._bytes_most = self._bytes, 0
+            self._is_spent, self._losses, self._lost_since = False, 0, None
 
-    def note_bytes(self, count: int) -> None:
-        """The keeper has written so many bytes since it began."""
+    def note_written(self) -> None:
+        """The keeper has written more. After a loss that is no progress: the next one may die at
+        the same byte."""
         with self._lock:
-            self._bytes = count
-            if count - self._bytes_before > self._bytes_most:
-                self._bytes_most = count - self._bytes_before
+            if not self._losses:
                 self._progressed = time.monotonic()
 
-    def note_keeper(self) -> None:
-        """There is another keeper."""
+    def note_loss(self) -> int:
+        """A keeper is gone. Returns how many are since the last commit."""
         with self._lock:
-            self._bytes = self._bytes_before = 0
+            self._losses += 1
+            return self._losses
 
 
 _Reply = tuple[wire.Message, list[int]] | None
@@ -131,18 +126,24 @@ class Client:
         `place`: among the ranks of a run. `tiers`: see Tiers.to_json. `serve`: where the keeper
         serves those of other nodes, unless it does so already. Raises Unavailable."""
         self._store = store
-        self._keep = keep
         self._on_event = on_event
         self._idle_s = idle_s
-        self._replica = replica
         self.place = place
-        self._tiers = tiers
+        self._hello = {
+            "type": "attach",
+            "id": -1,
+            "protocol": wire.PROTOCOL,
+            "token": secrets.token_hex(8),
+            "keep": asdict(keep) if keep else None,
+            "replica": replica,
+            "tiers": tiers,
+            "place": None if place.is_alone else place._asdict(),
+        }
         self.address = serve
         """Where other nodes find the keeper; None where it serves none. The next keeper serves
         there, too."""
         self._partners: wire.Message | None = None
         self._claims = 0
-        self._token = secrets.token_hex(8)
         self._epoch: int | None = None
         self._arenas: dict[str, Arena] = {}
         self._gaps: collections.deque[wire.Message] = collections.deque(maxlen=_GAPS_MAX)
@@ -156,7 +157,6 @@ class Client:
         self.losses = 0
         """Keepers that are gone: ranks see one's death at about the same time, and attach to the
         next one when they can."""
-        self._deaths: collections.deque[float] = collections.deque(maxlen=_DEATHS_MAX)
         self.keeper_pid = 0
         self._connection: socket.socket | None = self._attach()
         self._listener = threading.Thread(target=self._listen, name="everstep-client", daemon=True)
@@ -362,7 +362,7 @@ class Client:
 
     def _dispatch(self, message: wire.Message, fds: list[int]) -> None:
         if message["type"] == "progress":
-            self.patience.note_bytes(message["bytes"])
+            self.patience.note_written()
             return
         if message["type"] == "local":
             self._pause_s = _PAUSE_S_MIN
@@ -415,10 +415,8 @@ class Client:
         """
         self.losses += 1
         log.warning("the keeper of %s was lost; looking for another", self._store)
-        self._deaths.append(time.monotonic())
-        is_full = len(self._deaths) == _DEATHS_MAX
-        if is_full and self._deaths[-1] - self._deaths[0] < _DEATHS_S:
-            self._rest(cannot_start(self._store, f"{_DEATHS_MAX} were lost in {_DEATHS_S:.0f} s"))
+        if (count := self.patience.note_loss()) >= _LOSSES_MAX:
+            self._rest(cannot_start(self._store, f"{count} were lost before anything was saved"))
         while not self._stop.is_set():
             try:
                 connection = self._attach()
@@ -449,7 +447,6 @@ class Client:
             if self._connection:
                 self._connection.close()
             self._connection = connection
-            self.patience.note_keeper()
             if self._arenas:
                 fds = [arena.fd for arena in self._arenas.values()]
                 self._send({"type": "arenas", "arenas": list(self._arenas)}, fds)
@@ -486,21 +483,9 @@ class Client:
 
     def _greet(self, connection: socket.socket) -> str | None:
         """Attach over a new connection; None, or why it was refused."""
-        hello = {
-            "type": "attach",
-            "id": -1,
-            "protocol": wire.PROTOCOL,
-            "token": self._token,
-            "keep": asdict(self._keep) if self._keep else None,
-            "epoch": self._epoch,
-            "replica": self._replica,
-            "tiers": self._tiers,
-            "serve": self.address,
-            "partners": self._partners,
-            "place": None if self.place.is_alone else self.place._asdict(),
-        }
+        now = {"epoch": self._epoch, "serve": self.address, "partners": self._partners}
         try:
-            wire.send(connection, hello)
+            wire.send(connection, {**self._hello, **now})
             connection.settimeout(_GREETING_S)
             received = wire.receive(connection)
             connection.settimeout(None)
