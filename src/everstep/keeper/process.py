@@ -181,32 +181,30 @@ class Keeper:
             wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
             raise ValueError(f"protocol {hello['protocol']!r}")
         self._serve_others(hello.get("serve"))
-        session = self._find(pid, hello.get("token"))
-        if session is None:
-            place = wire.Place.of(hello.get("place"))
-            team = self._team_of(place, hello)
-            try:
-                session = Session(connection, hello, place, team)
-            except BaseException:
-                if team.is_empty:
-                    team.close()
-                raise
-            self._sessions.append(session)
-            self._selector.register(
-                session.pidfd, selectors.EVENT_READ, lambda: self._bury(session)
-            )
-        else:
-            self._unplug(session)
-            session.resume(connection)
+        session = self._find(pid, hello.get("token")) or self._begin(pid, hello)
+        self._unplug(session)
+        address = self._service and self._service.address
+        reply = {"type": "attached", "id": -1, "pid": os.getpid(), "address": address}
+        session.resume(connection, reply)
         del self._strangers[connection]
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
-        address = self._service and self._service.address
-        session.tell({"type": "attached", "id": -1, "pid": os.getpid(), "address": address})
-        session.is_greeted = True
         if remote := session.team.writer.remote:
             for message in list(remote.told):
                 session.tell(message)
+
+    def _begin(self, pid: int, hello: wire.Message) -> Session:
+        place = wire.Place.of(hello.get("place"))
+        team = self._team_of(place, hello)
+        try:
+            session = Session(pid, hello, place, team)
+        except BaseException:
+            if team.is_empty:
+                team.close()
+            raise
+        self._sessions.append(session)
+        self._selector.register(session.pidfd, selectors.EVENT_READ, lambda: self._bury(session))
+        return session
 
     def _status(self) -> wire.Message:
         """For `everstep top`."""
@@ -269,8 +267,7 @@ class Keeper:
     def _tell_all(self, message: wire.Message) -> None:
         """Any thread."""
         for session in list(self._sessions):
-            if session.is_greeted:
-                session.tell(message)
+            session.tell(message)
 
     def _find(self, pid: int, token: object) -> Session | None:
         for session in self._sessions:
@@ -322,6 +319,8 @@ class Keeper:
         match message:
             case {"type": "arenas", "arenas": list(keys)}:
                 self._take_arenas(session, keys, fds)
+            case {"type": "claim", "id": int()}:
+                session.team.claim(message, session.local, session)
             case {"type": "settle", "id": int(number)}:
                 self._settle(session, number)
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
@@ -480,7 +479,7 @@ class Keeper:
             return
         self._told, self._written_told = now, written
         for session in self._sessions:
-            session.tell({"type": "progress", "bytes": written})
+            session.tell({"type": "progress"})
 
     def _look_after_home(self) -> None:
         """Once a second: where somebody has taken lock or socket away, those who come from now on

@@ -45,21 +45,17 @@ class Session:
     Main thread, but for what says otherwise.
     """
 
-    def __init__(
-        self, connection: socket.socket, hello: wire.Message, place: wire.Place, team: Team
-    ) -> None:
-        """Raises OSError where the trainer is gone, and ValueError, KeyError or TypeError for a
-        greeting that is none."""
+    def __init__(self, pid: int, hello: wire.Message, place: wire.Place, team: Team) -> None:
+        """Of the trainer with that `pid`, whose connection comes by `resume`. Raises OSError where
+        it is gone, and ValueError, KeyError or TypeError for a greeting that is none."""
         self.local = place.local
         self.token = hello.get("token")
-        self.pid = wire.check_peer(connection)
-        self.pidfd = os.pidfd_open(self.pid)
-        self.connection: socket.socket | None = connection
+        self.pid = pid
+        self.pidfd = os.pidfd_open(pid)
+        self.connection: socket.socket | None = None
         self.team = team
         self.arenas: dict[str, Arena] = {}
         self.orphan = False
-        self.is_greeted = False
-        """Whether its trainer has its answer, which comes before all else."""
         self.detached = False
         self.dead = False
         self.silent_since: float | None = None
@@ -92,12 +88,15 @@ class Session:
     def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
         """Send to the trainer, or lose it where it does not read. Any thread; does not block."""
         with self._send_lock:
-            if self.connection:
-                try:
-                    wire.send(self.connection, message, fds)
-                except OSError:
-                    with contextlib.suppress(OSError):
-                        self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
+            self._send(message, fds)
+
+    def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
+        if self.connection:
+            try:
+                wire.send(self.connection, message, fds)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
 
     def hear(self, message: wire.Message) -> None:
         """Take a message that concerns this session alone. Raises ValueError for what is none."""
@@ -106,11 +105,12 @@ class Session:
                 self._figures = dict(message.get("figures") or {})
                 if arena := self.arenas.get(key):
                     self.scan(arena)
-            case {"sequence": int(sequence)}:
+            case {"type": "copied", "sequence": int(sequence), "bytes": int(count)}:
                 if job := self._jobs.get(sequence):
-                    self._hear_of(job, message)
-            case {"type": "claim", "id": int()}:
-                self.team.claim(message, self.local, self)
+                    job.arrival.advance(wire.number(count))
+            case {"type": "confirm", "sequence": int(sequence), "problem": str() | None as problem}:
+                if job := self._jobs.get(sequence):
+                    job.answer(problem and problem[:TEXT_MAX])
             case {"type": "gap", "step": int(step), "call": int(call), "reason": str(reason)}:
                 gap = Gap(wire.number(step), wire.number(call), reason[:TEXT_MAX])
                 self.team.offer(self.local, gap)
@@ -119,15 +119,6 @@ class Session:
                     self.team.put(arena.close)
             case _:
                 raise ValueError("no message that a trainer sends")
-
-    def _hear_of(self, job: Job, message: wire.Message) -> None:
-        match message:
-            case {"type": "copied", "bytes": int(count)}:
-                job.arrival.advance(wire.number(count))
-            case {"type": "confirm", "problem": str() | None as problem}:
-                job.answer(problem and problem[:TEXT_MAX])
-            case _:
-                raise ValueError("no message about a job")
 
     # ---- arenas ----------------------------------------------------------------------------
 
@@ -250,11 +241,13 @@ class Session:
         self.disconnect()
         self.silent_since = time.monotonic()
 
-    def resume(self, connection: socket.socket) -> None:
-        """The trainer has attached again."""
-        self.disconnect()
-        self.is_greeted = False
-        self.connection = connection
+    def resume(self, connection: socket.socket, reply: wire.Message) -> None:
+        """The trainer has attached, for the first time or again; it hears the reply before all
+        else."""
+        with self._send_lock:
+            self._close_connection()
+            self.connection = connection
+            self._send(reply)
         self.silent_since = None
         self.orphan = False
         self.team.return_of(self.local)
@@ -272,16 +265,17 @@ class Session:
         for job in list(self._jobs.values()):
             if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
-        if self.dead or self.detached:
-            self.team.end_window()
         self.team.lose(self.local, f"process {self.pid} has died" if self.dead else "it has left")
 
     def disconnect(self) -> None:
         """Close the socket."""
         with self._send_lock:
-            if self.connection:
-                self.connection.close()
-                self.connection = None
+            self._close_connection()
+
+    def _close_connection(self) -> None:
+        if self.connection:
+            self.connection.close()
+            self.connection = None
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""

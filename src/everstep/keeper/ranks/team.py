@@ -150,7 +150,6 @@ class Team:
             if place.ranks != self.place.ranks or local in self._sessions:
                 raise ValueError(f"local rank {local} of {place.ranks}: is taken, or of others")
             self._sessions[local] = session
-            self._gone.pop(local, None)
         if epoch is not None:
             self.put(lambda: self._take_over(epoch))
 
@@ -161,13 +160,15 @@ class Team:
         self.lose(local, "it has left")
 
     def lose(self, local: int, reason: str) -> None:
-        """Nothing more comes from this rank; what it has handed in counts."""
+        """Nothing more comes from this rank, nor of what it has spread over steps; what it has
+        handed in counts."""
         with self._changed:
             self._gone[local] = reason
             self._match()
+            self.put(lambda: begin_window(self.writer, None))
 
     def return_of(self, local: int) -> None:
-        """The rank has attached again."""
+        """The rank has attached."""
         with self._changed:
             self._gone.pop(local, None)
 
@@ -200,10 +201,6 @@ class Team:
             self._is_closed = True
             self._changed.notify_all()
         self.writer.hasher.shutdown(wait=False)
-
-    def end_window(self) -> None:
-        """Nothing more comes of a checkpoint that is spread over steps."""
-        self.put(lambda: begin_window(self.writer, None))
 
     # ---- joining ---------------------------------------------------------------------------
 
