@@ -21,7 +21,7 @@ from everstep.format.packed import HEADER_BYTES
 from everstep.format.packs import PackShape, Piece, Spec, chunks
 from everstep.format.streams import BUFFER, NOTHING, TENSOR, encode_part, row_name
 from everstep.format.tables import FileLink, Table, TensorEntry, seal_table
-from everstep.keeper.data import Tail
+from everstep.keeper.data import write_packed
 from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.streams import StreamState
 from everstep.store import catalog, commit, names
@@ -90,20 +90,24 @@ def write_stream(disk: Tier, name: CheckpointName, part: StreamState, version: A
     after a checkpoint. Raises Unavailable, Unsupported, and what `stream()` raises; then nothing
     is left of it."""
     path = names.pack_path(name, secrets.token_hex(4), 0)
-    entries, digests, at = dict[str, TensorEntry](), list[str](), HEADER_BYTES
-    with disk.new_file(path) as file, Tail(file) as tail:
+    entries, digests = dict[str, TensorEntry](), list[str]()
+
+    def pieces() -> Iterator[memoryview]:
+        at = HEADER_BYTES
         for spec, view in _rows(part):
             piece = Piece(Box.whole(spec.shape), 0, at, len(view), 1 + len(digests))
             entries[spec.name] = TensorEntry(spec, (piece,))
-            digests += [digest_of(view[start : start + size]) for start, size in chunks(len(view))]
-            tail.append(view)
+            digests.extend(digest_of(view[start : start + n]) for start, n in chunks(len(view)))
+            yield view
             at += len(view)
         if (now := part.version) != version:
             raise Unsupported(
                 f"streaming {part.name!r}: its version went from {version!r} to {now!r} while it "
                 f"was read. Put new content into an object of its own, or leave out immutable"
             )
-        size, first = tail.finish()
+
+    with disk.new_file(path) as file:
+        size, first = write_packed(file.write, pieces())
     link = FileLink(path, size)
     try:
         file.finish()

@@ -18,6 +18,7 @@ from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange import tensors
 from everstep.interchange.draft import Draft
+from everstep.keeper.data import blocks_of
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
 from everstep.store import catalog, commit, names
@@ -77,7 +78,7 @@ def _write(
     try:
         for number, pack in enumerate(packs.layout.packs):
             link = FileLink(names.pack_path(name, token, number), pack.size)
-            disk.stream(link.path, _regrouped(packs.blocks(number)), pack.size)
+            disk.stream(link.path, blocks_of(packs.blocks(number), _buffers()), pack.size)
             links.append(link)
         shared = list[FileLink]()
         for each in draft.borrowed:
@@ -186,16 +187,7 @@ class _Packs:
             self.digests[piece.digest] = digest.hexdigest()
 
 
-def _regrouped(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-    """The same bytes in large page-aligned blocks, for direct writes."""
-    block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
-    for piece in pieces:
-        while piece:
-            count = min(len(piece), EXTENT_BYTES - filled)
-            block[filled : filled + count] = piece[:count]
-            filled, piece = filled + count, piece[count:]
-            if filled == EXTENT_BYTES:
-                yield block
-                block, filled = memoryview(mmap.mmap(-1, EXTENT_BYTES)), 0
-    if filled:
-        yield block[:filled]
+def _buffers() -> Iterator[memoryview]:
+    """Page-aligned, for direct writes."""
+    while True:
+        yield memoryview(mmap.mmap(-1, EXTENT_BYTES))

@@ -17,13 +17,14 @@ import mmap
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
+from itertools import cycle
 from secrets import token_hex
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from everstep.codecs.codec import DIFFERENCE, master_of
 from everstep.errors import Corrupt
@@ -344,19 +345,21 @@ class Data:
         raise."""
         parsed = self._image.parsed
         chunks = [chunk for chunk in parsed.chunks if chunk.pack == number]
-        with self._writer.disk.new_file(path) as file, Tail(file) as tail:
-            for chunk, (data, stored) in zip(chunks, self._encoded(chunks), strict=True):
-                self._known[chunk.digest] = stored
-                tail.append(data)
-            size, first = tail.finish()
+        with self._writer.disk.new_file(path) as file:
+
+            def write(view: memoryview, offset: int) -> None:
+                began = time.monotonic()
+                file.write(view, offset)
+                self._seconds += time.monotonic() - began
+
+            size, first = write_packed(write, self._encoded(chunks))
         self._known[parsed.table.packs[number].digest] = Stored(len(first), digest_of(first))
         self._written[number] = FileLink(path, size), file
-        self._seconds += tail.seconds
 
-    def _encoded(self, chunks: Sequence[Extent]) -> Iterator[tuple[bytes | memoryview, "Stored"]]:
+    def _encoded(self, chunks: Sequence[Extent]) -> Iterator[bytes | memoryview]:
         """What is stored of these chunks, in order; some are made ahead: of as many bytes as keep
         the threads that encode at work while a buffer is written."""
-        waiting: deque[tuple[int, Future[tuple[bytes | memoryview, Stored]]]] = deque()
+        waiting: deque[tuple[int, Future[bytes | memoryview]]] = deque()
         ahead = 0
         for chunk in chunks:
             waiting.append((chunk.size, self._writer.hasher.submit(self._encode, chunk)))
@@ -368,14 +371,15 @@ class Data:
         for _, task in waiting:
             yield task.result()
 
-    def _encode(self, chunk: Extent) -> tuple[bytes | memoryview, "Stored"]:
+    def _encode(self, chunk: Extent) -> bytes | memoryview:
         """The digest of a state's chunk is that of its raw bytes, too: memory has these, and other
         checkpoints may."""
         raw = self._image.view(chunk)
         self._encoding.look(chunk, raw)
         data, codec = self._encoding.encode(chunk, raw)
         content = digest_of(raw) if codec and not self._is_record else None
-        return data, Stored(len(data), digest_of(data), codec, content)
+        self._known[chunk.digest] = Stored(len(data), digest_of(data), codec, content)
+        return data
 
 
 class Stored(NamedTuple):
@@ -399,67 +403,51 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
     return found
 
 
-class Tail:
-    """The end of a packed file in page-aligned memory: one buffer is filled while those before it
-    are written, in order, by a thread of its own. To be left before the file is closed. `seconds`:
-    what the writes took."""
+def write_packed(
+    write: Callable[[memoryview, int], None], pieces: Iterable[bytes | memoryview]
+) -> tuple[int, bytes]:
+    """Write a packed file: these pieces, padded to a whole page, and after all else the header;
+    blocks. One buffer is filled while those before it are written, in order, by a thread of its
+    own. Returns the file's size, and the header. Raises what writes and pieces raise."""
+    at, writes = HEADER_BYTES, deque[Future[None]]()
+    buffers = cycle([memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(BUFFERS)])
+    with ThreadPoolExecutor(1, "everstep-tail") as thread:
+        for block in blocks_of(pieces, buffers):
+            try:
+                writes.append(thread.submit(write, block, at))
+            except RuntimeError:  # the program ends, and with it all pools; or no thread starts
+                _settle(writes, 0)
+                thread.shutdown(cancel_futures=True)  # of this write, too: it may have kept it
+                write(block, at)
+            at += len(block)
+            _settle(writes, BUFFERS - 1)
+        _settle(writes, 0)
+    first = header(at - HEADER_BYTES)
+    write(_aligned(first), 0)
+    return at, first
 
-    def __init__(self, file: NewFile | Upload) -> None:
-        self._file, self.seconds = file, 0.0
-        self._buffers = deque(memoryview(mmap.mmap(-1, BUFFER_BYTES)) for _ in range(BUFFERS))
-        """The first is being filled; the last ones are being written."""
-        self._used = 0
-        self._at = HEADER_BYTES
-        self._thread = ThreadPoolExecutor(1, "everstep-tail")
-        self._writes: deque[Future[None]] = deque()
 
-    def __enter__(self) -> Self:
-        return self
+def _settle(writes: deque[Future[None]], in_flight: int) -> None:
+    while len(writes) > in_flight:
+        writes.popleft().result()
 
-    def __exit__(self, *error: object) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
-    def append(self, data: bytes | memoryview) -> None:
-        """Copy these bytes to the end. Raises what writes before raised."""
-        view = memoryview(data)
+def blocks_of(
+    pieces: Iterable[bytes | memoryview], buffers: Iterator[memoryview]
+) -> Iterator[memoryview]:
+    """The same bytes, padded with zeros to a whole page, in these buffers, each of which is filled
+    when it is its turn."""
+    block, used = next(buffers), 0
+    for piece in pieces:
+        view = memoryview(piece)
         while view:
-            part = min(len(view), BUFFER_BYTES - self._used)
-            self._buffers[0][self._used : self._used + part] = view[:part]
-            self._used, view = self._used + part, view[part:]
-            if self._used == BUFFER_BYTES:
-                self._flush(BUFFERS - 1)
-
-    def finish(self) -> tuple[int, bytes]:
-        """Write the rest, padded with zeros to a whole page, and after all else the header. Returns
-        the file's size, and that."""
-        padded = round_up(self._used)
-        self._buffers[0][self._used : padded] = bytes(padded - self._used)
-        self._used = padded
-        self._flush(0)
-        first = header(self._at - HEADER_BYTES)
-        self._buffers[0][: len(first)] = first
-        self._write(self._buffers[0][: len(first)], 0)
-        return self._at, first
-
-    def _flush(self, in_flight: int) -> None:
-        """Have the buffer written; blocks while there are more writes than that."""
-        full, at = self._buffers[0][: self._used], self._at
-        try:
-            self._writes.append(self._thread.submit(self._write, full, at))
-        except RuntimeError:  # the program is ending, and with it all pools; or no thread starts
-            self._settle(0)
-            self._thread.shutdown(cancel_futures=True)  # of this write, too: it may have kept it
-            self._write(full, at)
-        self._at, self._used = at + self._used, 0
-        self._buffers.rotate(-1)
-        self._settle(in_flight)
-
-    def _settle(self, in_flight: int) -> None:
-        while len(self._writes) > in_flight:
-            self._writes.popleft().result()
-
-    def _write(self, view: memoryview, offset: int) -> None:
-        began = time.monotonic()
-        if view:
-            self._file.write(view, offset)
-        self.seconds += time.monotonic() - began
+            part = min(len(view), len(block) - used)
+            block[used : used + part] = view[:part]
+            used, view = used + part, view[part:]
+            if used == len(block):
+                yield block
+                block, used = next(buffers), 0
+    if used:
+        padded = round_up(used)
+        block[used:padded] = bytes(padded - used)
+        yield block[:padded]
