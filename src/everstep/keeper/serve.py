@@ -34,7 +34,6 @@ STRANGERS_MAX = 16
 LINKS_MAX = 1024
 IDLE_S = 60.0
 RANGE_BYTES_MAX = 64 << 20
-_WARN_S = 60.0
 _PATH_MAX = 1000
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
 
@@ -80,7 +79,6 @@ class Service(socketserver.ThreadingTCPServer):
         self._links: set[socket.socket] = set()
         self._strangers: set[socket.socket] = set()
         self._lock = threading.Lock()
-        self._warned = float("-inf")
         threading.Thread(target=self.serve_forever, name="everstep-serve", daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -99,7 +97,7 @@ class Service(socketserver.ThreadingTCPServer):
                 self._strangers.add(request)
                 self._links.add(request)
                 return True
-        self._warn(client_address[0], "there are too many")
+        log.warning("refused a connection from %s: there are too many", client_address[0])
         return False
 
     def finish_request(self, request: Any, client_address: Any) -> None:
@@ -109,7 +107,7 @@ class Service(socketserver.ThreadingTCPServer):
             link = Link(request)
             link.challenge(bytes.fromhex(self.address.secret))
         except (OSError, EOFError, ValueError) as error:
-            self._warn(client_address[0], error)
+            log.warning("refused a connection from %s: %s", client_address[0], error)
             return
         with self._lock:
             self._strangers.discard(request)
@@ -128,12 +126,6 @@ class Service(socketserver.ThreadingTCPServer):
             self._strangers.discard(request)
             self._links.discard(request)
         super().shutdown_request(request)
-
-    def _warn(self, host: str, reason: object) -> None:
-        """Not of each: a scanner of ports may come again and again."""
-        if time.monotonic() - self._warned > _WARN_S:
-            self._warned = time.monotonic()
-            log.warning("refused a connection from %s to the partners' port: %s", host, reason)
 
 
 class Holding:

@@ -22,13 +22,14 @@ class Memory:
         assert row
         self.arena, self.document = arena, bytes(arena.table(0, row))
         """The piece table."""
-        self.table = parse(self.document).table
-        image = arena.image(0)
+        parsed, image = parse(self.document), arena.image(0)
+        self.table = parsed.table
         self._starts = pack_starts(pack.size for pack in self.table.packs)
         rows = zip(self._starts, self.table.packs, strict=True)
         views = [image[at : at + pack.size] for at, pack in rows]
         self._packs = [torch.frombuffer(view, dtype=torch.uint8) for view in views]
-        self._segments = [[Segment(view)] for view in views]
+        self.image = Image(parsed, [[Segment(view)] for view in views])
+        """All of it."""
 
     @classmethod
     def create(
@@ -62,11 +63,6 @@ class Memory:
         row = self.arena.row(0)
         assert row
         return unseal(self.arena.descriptor(0, row), "what is said of memory")
-
-    @property
-    def image(self) -> Image:
-        """All of it."""
-        return Image(parse(self.document), self._segments)
 
     def bytes(self, name: str) -> torch.Tensor:
         """A tensor's."""

@@ -105,21 +105,18 @@ class Overlap:
                     each()
                 self._shared = self._optimizer.begin()
             self._arrived[parameter] = gradient, gradient._version
-            chunk = self._shared.chunk_of(parameter)
-            members = self._shared.members(chunk)
+            chunk, members = self._shared.chunk_of(parameter)
             if all(each in self._arrived or not each.requires_grad for each in members):
-                self._sent[chunk] = self._send(chunk)
+                self._sent[chunk] = self._send(self._shared.chunks[chunk], members)
 
-    def _send(self, chunk: int) -> Future[None]:
-        assert self._shared
+    def _send(self, indices: Sequence[int], members: Sequence[torch.Tensor]) -> Future[None]:
         events = []
-        for device in {each.device for each in self._shared.members(chunk) if each.is_cuda}:
+        for device in {each.device for each in members if each.is_cuda}:
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
             events.append((self._streams[device], event))
-        indices = self._shared.chunks[chunk]
         return self._thread.submit(self._copy, indices, events)
 
     def _copy(

@@ -63,9 +63,7 @@ class Shared:
         undo = max(sum(sizes[index] for index in chunk) for chunk in self.chunks)
         own = [Spec(UNDO, "uint8", (undo,)), Spec(PROGRESS, "int64", (1,))]
         self._exchange = _memory([*weights, *gradients, *own])
-        self._chunk_of = {
-            index: number for number, chunk in enumerate(self.chunks) for index in chunk
-        }
+        self._chunk_of = {i: number for number, chunk in enumerate(self.chunks) for i in chunk}
         self.step = 0
         self._views: dict[int, dict[str, torch.Tensor]] = {}
         """Of each parameter of which there is state, what its optimizer shows of it."""
@@ -83,21 +81,14 @@ class Shared:
         """Of the state."""
         return self._state.arena
 
-    def index(self, parameter: torch.Tensor) -> int:
-        """Its number."""
-        return self._numbers[id(parameter)]
-
-    def chunk_of(self, parameter: torch.Tensor) -> int:
-        """The number of the chunk that it is in."""
-        return self._chunk_of[self.index(parameter)]
-
-    def members(self, chunk: int) -> list[torch.Tensor]:
-        """The parameters in a chunk."""
-        return [self._parameters[index] for index in self.chunks[chunk]]
+    def chunk_of(self, parameter: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+        """The number of the chunk that it is in, and the parameters in that."""
+        number = self._chunk_of[self._numbers[id(parameter)]]
+        return number, [self._parameters[index] for index in self.chunks[number]]
 
     def room(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The places of a parameter's state."""
-        return self._view(self.index(parameter))
+        return self._view(self._numbers[id(parameter)])
 
     def fits(self, optimizer: Optimizer) -> bool:
         """Whether all state has its place here."""
@@ -194,7 +185,7 @@ class Shared:
         return {
             "kind": self._kind,
             "count": len(self._parameters),
-            "groups": [[self.index(each) for each in group["params"]] for group in groups],
+            "groups": [[self._numbers[id(p)] for p in group["params"]] for group in groups],
             "sets": [_encoded(group, number, sink) for number, group in enumerate(groups)],
             "tensors": tensors,
             "threads": torch.get_num_threads(),

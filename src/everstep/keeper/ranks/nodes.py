@@ -90,7 +90,7 @@ class Nodes:
         """The node whose packs alone lie in this one's store."""
         self._is_awaited = is_awaited
         self._orphaned: float | None = None
-        self._left_out: deque[tuple[int, int, str, str | None]] = deque(maxlen=_LEFT_OUT_MAX)
+        self._left_out: deque[tuple[int, NodePart]] = deque(maxlen=_LEFT_OUT_MAX)
         self._told: list[CheckpointName] = []
         self._committed = CheckpointName(0, 0)
 
@@ -167,27 +167,25 @@ class Nodes:
     def leave_out(self, step: int, call: int, reason: str, kind: str | None = None) -> None:
         """There will be nothing of this step, in this call; `tell_left_out` tells it. `kind`: of
         which error. Any thread."""
-        self._left_out.append((step, call, reason, kind))
+        said = NodePart(self._place.named(call), self.node, reason[:_REASON_MAX], kind=kind)
+        self._left_out.append((step, said))
 
     def tell_left_out(self) -> None:
         """Tell the others what was left out, once there is an epoch. Also while this node waits for
         them, as they may wait for just that: a trainer announces a step while word of the one
         before is on its way."""
         while self._left_out and self._writer.epoch is not None:
-            self._tell_absence(self._writer.epoch, *self._left_out.popleft())
+            step, said = self._left_out.popleft()
+            self._tell_absence(CheckpointName(step, self._writer.epoch), said)
 
-    def _tell_absence(
-        self, epoch: int, step: int, call: int, reason: str, kind: str | None
-    ) -> None:
+    def _tell_absence(self, name: CheckpointName, said: NodePart) -> None:
         """Durably, unless that step or a later one is committed."""
-        name = CheckpointName(step, epoch)
         if name.epoch == self._committed.epoch and name < self._committed:  # a word that came late
             return
         try:
-            is_over = catalog.newest_epoch(self.first) != epoch
+            is_over = catalog.newest_epoch(self.first) != name.epoch
             if is_over or self.first.size(names.manifest_path(name)) is not None:
                 return
-            said = NodePart(self._place.named(call), self.node, reason[:_REASON_MAX], kind=kind)
             self._publish(name, said)
             self._told.append(name)
         except EverstepError as error:  # they wait until they have waited long enough
