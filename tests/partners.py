@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -30,17 +31,25 @@ class Partner:
 
 
 class Attentive(Service):
-    """One that sees at once that it is to end."""
+    """One that sees at once that it is to end, and knows its connections."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.links: list[socket.socket] = []
+        super().__init__(*arguments)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        self.links.append(request)
+        super().finish_request(request, client_address)
 
     def serve_forever(self, poll_interval: float = 0.01) -> None:
         super().serve_forever(poll_interval)
 
 
-def end(service: Service) -> None:
+def end(service: Attentive) -> None:
     """As its process's death does."""
     service.shutdown()
     service.server_close()
-    for link in list(service._links):
+    for link in service.links:
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
 

@@ -93,7 +93,7 @@ class Trainer:
     disk: Disk
     keep: Keep | None = None
     specs: tuple[Spec, ...] = SMALL
-    epoch: int | None = None
+    epoch: int = 0
     parent: CheckpointName | None = None
     aliases: dict[str, list[str]] = field(default_factory=dict)
     slots: int = 2

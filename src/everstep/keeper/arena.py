@@ -261,10 +261,6 @@ class Arena:
         at = self._slot_at(slot) + self.documents_size
         return self.memory[at : at + self.image_size]
 
-    def range(self, slot: int) -> tuple[int, int]:
-        """Where the slot begins behind the descriptor, and its bytes: documents, then image."""
-        return self._slot_at(slot), self.documents_size + self.image_size
-
     def image_address(self, slot: int) -> int:
         """Where the image starts in this process."""
         return self.address + self._slot_at(slot) + self.documents_size

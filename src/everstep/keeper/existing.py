@@ -60,7 +60,7 @@ def was_committed(writer: Writer, job: Job) -> Outcome | None:
     """Whether a former keeper has committed what this rank handed in, with that of others: a step
     of this epoch from the same call. None where it has not."""
     try:
-        name = CheckpointName(job.row.step, writer.epoch or 0)
+        name = CheckpointName(job.row.step, writer.epoch)
         if not job.arrival.complete or not writer.disk.holds(names.manifest_path(name)):
             return None
         found = catalog.read_manifest(writer.disk, name)

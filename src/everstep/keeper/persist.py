@@ -216,8 +216,8 @@ class Save:
 
     def _manifest_of(self, step: int, said: dict[str, Any]) -> Manifest:
         """The manifest as far as it is known before the data is written."""
-        writer, record = self._writer, said["record"]
-        capture = said["capture"]
+        writer, record, capture = self._writer, said["record"], said["capture"]
+        assert writer.epoch
         if not self.job.place.is_alone:
             capture = {**capture, CALL: self.job.call}
         left_out = list(record.get("left_out", ())) if record else []
@@ -227,7 +227,7 @@ class Save:
         parent = self._before.name if self._before else writer.parent
         return Manifest(
             step=step,
-            epoch=writer.known_epoch,
+            epoch=writer.epoch,
             run=writer.run,
             created=commit.now(),
             parts=(),
@@ -249,7 +249,7 @@ class Save:
         Raises Unavailable where it was never committed: then the chain has ended, and the trainer
         begins another with a whole state."""
         writer, before = self._writer, self._before
-        name = CheckpointName(step, writer.known_epoch)
+        name = CheckpointName(step, writer.epoch)
         digest = before.digest if before else writer.parent_digest
         if self.job.nodes and before and before.name == name:
             digest = ""  # of several nodes that of one that is not committed yet is not known

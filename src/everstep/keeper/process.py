@@ -506,7 +506,7 @@ def _worth(session: Session) -> tuple[bool, int, int]:
 
 
 def _epoch(session: Session) -> int:
-    return session.team.writer.epoch or 0
+    return session.team.writer.epoch
 
 
 def _close(fds: list[int]) -> None:

@@ -77,7 +77,7 @@ class Router:
         capture = said["capture"]
         is_whole = not (said["record"] or said["share"] or said["tag"] or said["streams"])
         leads_on = capture.get("strategy") == "log" or "thin" in capture
-        if not is_whole or leads_on or self._writer.epoch is None:
+        if not is_whole or leads_on or not self._writer.epoch:
             return "local"
         tiers: dict[Name, Durable] = {"local": self._look("local"), "remote": self._look("remote")}
         local, size = tiers["local"], save.size

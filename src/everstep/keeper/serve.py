@@ -31,7 +31,6 @@ from everstep.tiers.tier import Readable, Tier
 log = logging.getLogger("everstep.keeper")
 
 STRANGERS_MAX = 16
-LINKS_MAX = 1024
 IDLE_S = 60.0
 RANGE_BYTES_MAX = 64 << 20
 _PATH_MAX = 1000
@@ -76,9 +75,7 @@ class Service(socketserver.ThreadingTCPServer):
         super().__init__((address.host, address.port), socketserver.BaseRequestHandler)
         self.address = address._replace(port=self.socket.getsockname()[1])
         self._holding = holding
-        self._links: set[socket.socket] = set()
-        self._strangers: set[socket.socket] = set()
-        self._lock = threading.Lock()
+        self._strangers = threading.Semaphore(STRANGERS_MAX)
         threading.Thread(target=self.serve_forever, name="everstep-serve", daemon=True).start()
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -90,27 +87,20 @@ class Service(socketserver.ThreadingTCPServer):
             time.sleep(0.05)  # out of descriptors, most likely; the others are served meanwhile
             raise
 
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Whether there is room for one more."""
-        with self._lock:
-            if len(self._strangers) < STRANGERS_MAX and len(self._links) < LINKS_MAX:
-                self._strangers.add(request)
-                self._links.add(request)
-                return True
-        log.warning("refused a connection from %s: there are too many", client_address[0])
-        return False
-
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Hear who a stranger is; then one request after another, until the connection ends, or
         something comes that no partner says. In a thread of its own."""
         try:
             link = Link(request)
-            link.challenge(bytes.fromhex(self.address.secret))
+            if not self._strangers.acquire(blocking=False):
+                raise ValueError("there are too many")
+            try:
+                link.challenge(bytes.fromhex(self.address.secret))
+            finally:
+                self._strangers.release()
         except (OSError, EOFError, ValueError) as error:
             log.warning("refused a connection from %s: %s", client_address[0], error)
             return
-        with self._lock:
-            self._strangers.discard(request)
         try:
             while True:
                 link.wait(IDLE_S)
@@ -119,13 +109,6 @@ class Service(socketserver.ThreadingTCPServer):
             return
         except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
             log.warning("a partner: %r", error)
-
-    def shutdown_request(self, request: Any) -> None:
-        """End a connection."""
-        with self._lock:
-            self._strangers.discard(request)
-            self._links.discard(request)
-        super().shutdown_request(request)
 
 
 class Holding:

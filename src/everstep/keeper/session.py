@@ -66,16 +66,13 @@ class Session:
         self._lock = threading.Lock()
         self._send_lock = threading.Lock()
         try:
-            tiers = hello.get("tiers") or {}
-            if directory := tiers.get("spill"):
-                budget = tiers.get("spill_bytes")
-                self.spill = Spill(self, str(directory), budget, len(place.ranks))
             team.join(place, self, hello)
         except (ValueError, KeyError, TypeError):
             os.close(self.pidfd)
-            if self.spill:
-                self.spill.close()
             raise
+        tiers = hello.get("tiers") or {}
+        if directory := tiers.get("spill"):
+            self.spill = Spill(self, directory, tiers.get("spill_bytes"), len(place.ranks))
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""

@@ -123,7 +123,8 @@ class Writer:
 
     disk: Tier
     keep: retain.Keep | None
-    epoch: int | None = None
+    epoch: int = 0
+    """0: none is claimed yet, and nothing is persisted."""
     parent: CheckpointName | None = None
     parent_digest: str | None = None
     run: str | None = None
@@ -139,12 +140,6 @@ class Writer:
     hasher: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, "everstep-digest")
     )
-
-    @property
-    def known_epoch(self) -> int:
-        """The epoch: nothing is persisted before it is claimed."""
-        assert self.epoch is not None
-        return self.epoch
 
     def link_bytes_per_s(self, step: int, *, goes_everywhere: bool) -> float | None:
         """The slowest tier that a step goes to, as far as that was measured; None where the store

@@ -174,7 +174,7 @@ class Nodes:
         """Tell the others what was left out, once there is an epoch. Also while this node waits for
         them, as they may wait for just that: a trainer announces a step while word of the one
         before is on its way."""
-        while self._left_out and self._writer.epoch is not None:
+        while self._left_out and self._writer.epoch:
             step, said = self._left_out.popleft()
             self._tell_absence(CheckpointName(step, self._writer.epoch), said)
 

@@ -307,7 +307,7 @@ class Team:
         """A rank has claimed an epoch at a former keeper, which may have committed for it since:
         the newest counts for all."""
         writer = self.writer
-        if epoch <= (writer.epoch or 0):
+        if epoch <= writer.epoch:
             return
         writer.epoch, writer.parent = epoch, None
         try:

@@ -1,11 +1,11 @@
-"""The end of a file that is filled while it is written (keeper/data.py)."""
+"""A packed file, which is written while its pieces come (keeper/data.py)."""
 
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 from everstep.format.packed import HEADER_BYTES, header
-from everstep.keeper.data import BUFFER_BYTES, BUFFERS, Tail
+from everstep.keeper.data import BUFFER_BYTES, BUFFERS, write_packed
 from everstep.tiers.files import NewFile
 from everstep.tiers.system import System
 
@@ -34,9 +34,8 @@ def test_where_its_thread_does_not_start_at_first(tmp_path, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", start)
     system = Noted()
     file = NewFile(system, str(tmp_path / "file"), ThreadPoolExecutor(1))
-    with Tail(file) as tail:
-        tail.append(data)
-        assert tail.finish() == (HEADER_BYTES + len(data), header(len(data)))
+    found = write_packed(file.write, [data])
+    assert found == (HEADER_BYTES + len(data), header(len(data)))
     file.finish()
     assert len(refused) == 1
     *places, last = system.places
