@@ -470,7 +470,7 @@ class Client:
                 connection = wire.connect(path)
             except OSError as error:
                 reason = error
-                spawn(self._store, self._idle_s, self._stop)
+                spawn(self._store, self._idle_s)
             else:
                 reason = self._greet(connection)
                 if reason is None:

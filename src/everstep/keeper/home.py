@@ -12,7 +12,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -139,8 +138,8 @@ def check_no_writer(store: str | os.PathLike[str], what: str, claims: Sequence[s
 # ---- the trainer starts a keeper -----------------------------------------------------------------
 
 
-def spawn(store: Path | Url, idle_s: float, stop: threading.Event) -> None:
-    """Start a keeper, and wait until it listens (or another does), or `stop`. Raises Unavailable.
+def spawn(store: Path | Url, idle_s: float) -> None:
+    """Start a keeper, and wait until it listens (or another does). Raises Unavailable.
 
     It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
     pipes or children waits for the keeper, and no signal to the trainer's group reaches it.
@@ -151,7 +150,7 @@ def spawn(store: Path | Url, idle_s: float, stop: threading.Event) -> None:
     log = endpoint(store).with_suffix(".log")
     try:
         with open(log, "ab", opener=partial(os.open, mode=0o600)) as output:
-            process = subprocess.Popen(
+            done = subprocess.run(
                 [sys.executable, *("-P", "-m", "everstep.keeper", name_of(store), *options)],
                 stdin=subprocess.DEVNULL,
                 stdout=output.fileno(),
@@ -159,18 +158,13 @@ def spawn(store: Path | Url, idle_s: float, stop: threading.Event) -> None:
                 cwd="/",
                 env={**os.environ, "PYTHONPATH": path},
                 start_new_session=True,
+                timeout=START_S,
+                check=False,
             )
-    except OSError as error:
+    except (OSError, subprocess.TimeoutExpired) as error:
         raise Unavailable(cannot_start(store, error)) from error
-    deadline = time.monotonic() + START_S
-    while (status := process.poll()) is None and not stop.wait(0.002):
-        if time.monotonic() > deadline:
-            break
-    if status is None:
-        process.kill()
-        process.wait()
-    if status and status > 0:  # one that was killed is started again by the client
-        raise Unavailable(cannot_start(store, f"it ended at once with status {status}"))
+    if done.returncode > 0:  # one that was killed is started again by the client
+        raise Unavailable(cannot_start(store, f"it ended at once with status {done.returncode}"))
 
 
 def cannot_start(store: Path | Url, reason: object) -> str:

@@ -270,11 +270,8 @@ class Keeper:
             session.tell(message)
 
     def _find(self, pid: int, token: object) -> Session | None:
-        for session in self._sessions:
-            known = token is not None and (session.pid, session.token) == (pid, token)
-            if known and not session.detached and not session.has_died():
-                return session
-        return None
+        known = (s for s in self._sessions if token and (s.pid, s.token) == (pid, token))
+        return next(known, None)
 
     def _dismiss(self, stranger: socket.socket) -> None:
         if stranger in self._strangers:

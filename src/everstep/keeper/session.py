@@ -76,8 +76,6 @@ class Session:
 
     def has_died(self) -> bool:
         """Whether the trainer's process is gone, heard of or not."""
-        if self.dead:
-            return True
         poll = select.poll()  # select() ends at descriptor 1024
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
