@@ -288,8 +288,12 @@ class RemoteCopies(Copies):
     def note(self, name: CheckpointName, *, is_there: bool = False) -> None:
         """See Copies. `is_there`: it was committed in that tier."""
         if is_there:
-            self._routed.add(name)  # and so it is due
-        super().note(name)
+            with self._changed:
+                self._routed.add(name)
+                self._waiting.add(name)
+                self._changed.notify_all()
+        else:
+            super().note(name)
 
     def takes(self, step: int) -> bool:
         """Whether this step goes there without a tag."""
