@@ -2,7 +2,7 @@
 forked from a process that has imported them: most of what such a process costs is Python's start
 and its imports, and the tests start some thousand.
 
-`install()` gives `everstep.keeper.home` and `everstep.keeper.workers` a Popen that asks that
+`install()` gives `everstep.keeper.home` and `everstep.keeper.workers` a subprocess that asks that
 process, in whatever process of the tests. What runs is the module, as by `python -m`, with the
 arguments, environment, directory, files and session that it would have, after what a test wants
 done in keepers (`begin_with`). Where a test has changed the interpreter or its path, and in
@@ -39,7 +39,8 @@ QUIET = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS":
 
 def install() -> None:
     """From now on, what this process starts is forked where that makes no difference."""
-    home.subprocess = workers.subprocess = SimpleNamespace(Popen=_start, DEVNULL=subprocess.DEVNULL)
+    own = {"run": _end, "Popen": _start}
+    home.subprocess = workers.subprocess = SimpleNamespace(**{**vars(subprocess), **own})
 
 
 def begin_with(patch, function, *arguments):
@@ -82,6 +83,14 @@ def _start(words, **options):
         files = [options.get(each, 2) for each in ("stdin", "stdout", "stderr")]
         files = [nothing.fileno() if file == subprocess.DEVNULL else file for file in files]
         return _Popen(name, (module, arguments, options["cwd"], dict(options["env"])), files)
+
+
+def _end(words, *, timeout, check, **options):
+    """As much of subprocess.run as starting a keeper needs."""
+    del timeout, check
+    process = _start(words, **options)
+    process.wait()
+    return process
 
 
 class _Popen:
