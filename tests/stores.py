@@ -149,7 +149,7 @@ class Trainer:
         record = Row(self.sequence, step, len(image), len(self.table), len(descriptor))
         self.arena.seal(slot, record, self.table, descriptor)
         job = Job(self.arena, slot, self.sequence)
-        job.arrival.advance(ALL)
+        job.advance(ALL)
         job.answer(None)
         return job
 

@@ -9,8 +9,8 @@ from keepers import PATIENCE_S, Process, Trainer, crash, ended, until
 
 import stores
 from everstep import Checkpointer, Store
-from everstep.keeper.arena import SlotState
-from everstep.keeper.job import ALL, Arrival
+from everstep.keeper.arena import Arena, SlotState
+from everstep.keeper.job import ALL, Job
 from everstep.tiers.files import EXTENT_BYTES
 
 LARGE = (*stores.SMALL, stores.Spec("large", "float32", (3 * EXTENT_BYTES // 4,)))
@@ -133,17 +133,17 @@ def test_nonsense_about_it_ends_the_connection_only(store, trainer):
     assert trainer.keeper == keeper
 
 
-def test_arrival():
-    arrival = Arrival()
-    arrival.wait(0)
-    arrival.advance(10)
-    arrival.advance(5)
-    arrival.wait(10)
-    assert not arrival.over
-    arrival.advance(ALL)
-    assert arrival.complete
-    arrival.give_up("too late")
-    arrival.wait(1 << 40)
+def test_bytes_arrive():
+    job = Job(Arena.create(1, 4096, 4096), 0, 1)
+    job.wait(0)
+    job.advance(10)
+    job.advance(5)
+    job.wait(10)
+    assert not job.over
+    job.advance(ALL)
+    assert job.complete
+    job.give_up("too late")
+    job.wait(1 << 40)
 
 
 def test_a_run_announces_its_saves(store, monkeypatch):

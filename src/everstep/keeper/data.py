@@ -35,7 +35,7 @@ from everstep.format.packed import HEADER_BYTES, header, raw_chunks
 from everstep.format.packs import in_groups, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.encoder import Base, Encoding
-from everstep.keeper.job import Arrival, Job
+from everstep.keeper.job import Job
 from everstep.keeper.still import Content, Kept, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
@@ -66,17 +66,17 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a pack: its memory, and whose arrival says when bytes of it are there (None:
-    they are), `base` being where it begins in what arrives."""
+    """A stretch of a pack: its memory, and the job that says when bytes of it are there (None: they
+    are), `base` being where it begins in what arrives."""
 
     view: memoryview
-    arrival: Arrival | None = None
+    job: Job | None = None
     base: int = 0
 
     def wait(self, end: int) -> None:
         """Block until the first `end` bytes are there. Raises Unsupported."""
-        if self.arrival:
-            self.arrival.wait(self.base + end)
+        if self.job:
+            self.job.wait(self.base + end)
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class Image:
     def wait(self, pack: int, end: int) -> None:
         """Block until the first `end` bytes of a pack are there. Raises Unsupported."""
         for segment, start in zip(self.packs[pack], self._starts[pack], strict=True):
-            if segment.arrival and start < end:
+            if segment.job and start < end:
                 segment.wait(min(len(segment.view), end - start))
 
 
@@ -113,7 +113,7 @@ def whole(job: Job) -> Image:
     view = job.image
     _check_size(view, sum(sizes), job)
     packs = [
-        [Segment(view[start : start + size], job.arrival, start)]
+        [Segment(view[start : start + size], job, start)]
         for start, size in zip(pack_starts(sizes), sizes, strict=True)
     ]
     return Image(parsed, packs)
@@ -127,7 +127,7 @@ def gathered(jobs: Sequence[Job], merged: Merged, parsed: Parsed) -> Image:
         for rank, start, size in sections:
             view = jobs[rank].image[start : start + size]
             _check_size(view, size, jobs[rank])
-            pack.append(Segment(view, jobs[rank].arrival, start))
+            pack.append(Segment(view, jobs[rank], start))
         packs.append(pack)
     return Image(parsed, packs)
 

@@ -61,7 +61,7 @@ def was_committed(writer: Writer, job: Job) -> Outcome | None:
     of this epoch from the same call. None where it has not."""
     try:
         name = CheckpointName(job.row.step, writer.epoch)
-        if not job.arrival.complete or not writer.disk.holds(names.manifest_path(name)):
+        if not job.complete or not writer.disk.holds(names.manifest_path(name)):
             return None
         found = catalog.read_manifest(writer.disk, name)
     except EverstepError:

@@ -1,4 +1,4 @@
-"""A job: one slot on its way to the disk, how much of its image has arrived."""
+"""A job: one slot on its way to the disk, and how much of its image has arrived."""
 
 import threading
 from dataclasses import dataclass, field
@@ -11,16 +11,25 @@ from everstep.keeper.arena import Arena, Row, SlotState
 ALL = 1 << 62
 
 
-class Arrival:
-    """The bytes of one slot's image, from its start on, that will not change any more.
+@dataclass(slots=True, eq=False)
+class Job:
+    """One slot on its way. Its bytes arrive from the start on, and do not change any more then;
+    the trainer's `answer` comes last, and its death is one too.
 
     Thread-safe: the trainer's messages advance it, the threads that write and digest wait.
     """
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._bytes = 0
-        self._problem: str | None = None
+    arena: Arena
+    slot: int
+    sequence: int
+    written: bool = False
+    answered: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    is_taken: bool = False
+    """Whether somebody works on the image: it stays where it is, then."""
+    _bytes: int = 0
+    _given_up: str | None = None
+    _changed: threading.Condition = field(default_factory=threading.Condition)
 
     @property
     def complete(self) -> bool:
@@ -30,7 +39,7 @@ class Arrival:
     @property
     def over(self) -> bool:
         """Whether the trainer has let go of the slot: all is there, or will never be."""
-        return self.complete or self._problem is not None
+        return self.complete or self._given_up is not None
 
     def advance(self, count: int) -> None:
         """`count` bytes are there; ALL for the whole image. Fewer than before change nothing."""
@@ -41,46 +50,30 @@ class Arrival:
     def give_up(self, problem: str) -> None:
         """The rest will never come, and what is there is worth nothing."""
         with self._changed:
-            self._problem = None if self.complete else problem
+            self._given_up = None if self.complete else problem
             self._changed.notify_all()
 
     def wait(self, count: int) -> None:
         """Block until `count` bytes are there. Raises Unsupported where they never will be."""
         with self._changed:
-            self._changed.wait_for(lambda: self._bytes >= count or self._problem is not None)
-            if self._problem is not None:
-                raise Unsupported(self._problem)
+            self._changed.wait_for(lambda: self._bytes >= count or self._given_up is not None)
+            if self._given_up is not None:
+                raise Unsupported(self._given_up)
 
     def wait_until_over(self) -> None:
         """Block until the trainer has let go of the slot."""
         with self._changed:
             self._changed.wait_for(lambda: self.over)
 
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """One slot on its way. The trainer's `answer` comes last; its death is one too."""
-
-    arena: Arena
-    slot: int
-    sequence: int
-    arrival: Arrival = field(default_factory=Arrival)
-    written: bool = False
-    answered: threading.Event = field(default_factory=threading.Event)
-    problem: str | None = None
-    is_taken: bool = False
-    """Whether somebody works on the image: it stays where it is, then."""
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-
     def take(self) -> None:
         """The image stays where it is from now on. Whoever reads it calls this first."""
-        with self._lock:
+        with self._changed:
             self.is_taken = True
 
     def move(self, arena: Arena, slot: int) -> bool:
         """All of it lies in another slot as well, and is read from there from now on. False where
         it is taken already."""
-        with self._lock:
+        with self._changed:
             if not self.is_taken:
                 self.arena, self.slot = arena, slot
             return not self.is_taken
@@ -93,7 +86,7 @@ class Job:
     @property
     def row(self) -> Row:
         """The slot's. Raises Corrupt."""
-        with self._lock:
+        with self._changed:
             row = self.arena.row(self.slot)
         if row:
             return row
@@ -102,14 +95,14 @@ class Job:
     @property
     def step(self) -> int:
         """The step. One whose row is not whole counts as older than all: it fails alone."""
-        with self._lock:
+        with self._changed:
             row = self.arena.row(self.slot)
         return row.step if row else -1
 
     @property
     def said(self) -> dict[str, Any]:
         """What the trainer says of the step. Raises Corrupt."""
-        with self._lock:
+        with self._changed:
             return unseal(self.arena.descriptor(self.slot, self.row), "a descriptor in the arena")
 
     @property

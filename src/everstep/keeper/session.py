@@ -102,7 +102,7 @@ class Session:
                     self.scan(arena)
             case {"type": "copied", "sequence": int(sequence), "bytes": int(count)}:
                 if job := self._jobs.get(sequence):
-                    job.arrival.advance(wire.number(count))
+                    job.advance(wire.number(count))
             case {"type": "confirm", "sequence": int(sequence), "problem": str() | None as problem}:
                 if job := self._jobs.get(sequence):
                     job.answer(problem and problem[:TEXT_MAX])
@@ -161,14 +161,14 @@ class Session:
                 is_new = job is None
                 job = job or Job(arena, slot, sequence)
                 self._jobs[sequence] = job
-            if state is SlotState.SEALED and not job.arrival.complete:
-                job.arrival.advance(ALL)
+            if state is SlotState.SEALED and not job.complete:
+                job.advance(ALL)
                 if self.orphan:
                     job.answer(None)
                 self.tell({"type": "held", "sequence": job.sequence})
             elif state is SlotState.TORN:
                 who = f"process {self.pid} died" if self.dead else f"process {self.pid} stopped"
-                job.arrival.give_up(f"{who} while its state was copied (job {sequence})")
+                job.give_up(f"{who} while its state was copied (job {sequence})")
             if is_new:
                 self.team.offer(self.local, job, is_found=is_found)
         self._look_at_spill()
@@ -189,7 +189,7 @@ class Session:
         saves = [
             {
                 "step": job.step,
-                "level": "held" if job.arrival.complete else "copying",
+                "level": "held" if job.complete else "copying",
                 "bytes": row.image_size if (row := job.arena.row(job.slot)) else 0,
             }
             for job in jobs
@@ -258,7 +258,7 @@ class Session:
                 arena.end_unfinished()
         self.scan(*arenas)
         for job in list(self._jobs.values()):
-            if job.arrival.over and not job.answered.is_set():  # else it may still be heard of
+            if job.over and not job.answered.is_set():  # else it may still be heard of
                 job.answer(None)
         self.team.lose(self.local, f"process {self.pid} has died" if self.dead else "it has left")
 
@@ -293,13 +293,13 @@ class Session:
             self._fail(job, outcome)
 
     def _fail(self, job: Job, error: Exception) -> None:
-        job.arrival.wait_until_over()  # until then the trainer writes to the slot
+        job.wait_until_over()  # until then the trainer writes to the slot
         said = wire.failure(error)
-        level = logging.ERROR if job.arrival.complete else logging.INFO  # the trainer knows why
+        level = logging.ERROR if job.complete else logging.INFO  # the trainer knows why
         log.log(level, "job %s of trainer %s: %s", job.sequence, self.pid, said)
         # A torn copy is worth nothing, and one that conflicts must not be taken for the checkpoint
         # of its name. Any other state that was not committed is whole in memory.
-        is_torn = job.problem is not None or not job.arrival.complete
+        is_torn = job.problem is not None or not job.complete
         is_worthless = is_torn or isinstance(error, Conflict)
         state = SlotState.FREE if is_worthless else SlotState.FAILED
         self._end(job, state, {"type": "failed", "sequence": job.sequence, **said})
@@ -345,7 +345,7 @@ class Session:
             if not arena.is_file and arena.free_slot() is None
         }
         waiting = [job for job in jobs if not job.is_taken and job.arena.identity in full]
-        sealed = [job for job in waiting if job.arrival.complete]
+        sealed = [job for job in waiting if job.complete]
         return sealed, any(job.is_taken for job in jobs)
 
     def spilled(self) -> list[tuple[str, Arena]]:

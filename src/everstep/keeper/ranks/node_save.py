@@ -161,7 +161,7 @@ def _whole_jobs(arena: Arena) -> Iterator[tuple[Row, Job]]:
     for slot in range(arena.slot_count):
         if row := arena.row(slot):
             job = Job(arena, slot, row.sequence)
-            job.arrival.advance(ALL)
+            job.advance(ALL)
             yield row, job
 
 

@@ -357,7 +357,7 @@ class Team:
             if not isinstance(following, NodeSave) or not is_plain(following):
                 return
             jobs = following.jobs
-            if not all(j.arrival.complete and (j.arena.is_file or not spills) for j in jobs):
+            if not all(j.complete and (j.arena.is_file or not spills) for j in jobs):
                 return
             self._tasks.popleft()
             following.take()
