@@ -48,8 +48,6 @@ Task = NodeSave | Callable[[], None]
 GROUP_BYTES_MAX = 256 << 20
 """Of records that are committed together."""
 
-TASKS_MAX = 1000
-
 AWAY_S = 10.0
 """How long another node's keeper is awaited, when it has died and another one starts."""
 
@@ -126,11 +124,6 @@ class Team:
     def has_tasks(self) -> bool:
         """Whether its thread has something to do; steps that wait for other ranks do not count."""
         return bool(self._tasks) or self._is_busy
-
-    @property
-    def is_overloaded(self) -> bool:
-        """Whether no more tasks should be taken."""
-        return len(self._tasks) >= TASKS_MAX * self.size
 
     @property
     def is_empty(self) -> bool:
@@ -233,7 +226,8 @@ class Team:
             if self._nodes:
                 for step, call in sorted({(head.step, head.call) for head in taken.values()}):
                     self._nodes.leave_out(step, call, reasons[0])
-            self.put(lambda taken=taken, reason=reasons[0]: self._give_up(taken, reason))  # type: ignore[misc]
+            if jobs or self._nodes:  # else a disk that hangs would let tasks pile up for nothing
+                self.put(lambda taken=taken, reason=reasons[0]: self._give_up(taken, reason))  # type: ignore[misc]
 
     def _give_up(self, heads: Mapping[int, Job | Gap], reason: str) -> None:
         """Other ranks, also those of other nodes, need not wait for these, nor they for others."""
