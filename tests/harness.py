@@ -235,12 +235,7 @@ class _Spawned(_Parent):
 
 
 def _main(
-    trains: Trains,
-    store: Path | None,
-    notes: Path,
-    printed: Path,
-    kill_at: int | None,
-    late: float,
+    trains: Trains, store: Path | None, notes: Path, printed: Path, kill_at: int | None, late: float
 ) -> None:
     output = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)

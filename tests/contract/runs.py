@@ -130,6 +130,14 @@ def restore(store, state, step=None, **options):
         return restorer.restore(step, **options)
 
 
+def check_restored(store, fresh, frozen, step=None, **options):
+    """This step, or the newest, is restored into a state as it was: as freeze() said; the step."""
+    found = restore(store, fresh, step, **options)
+    assert step in (None, found)
+    check_same(freeze(fresh), frozen)
+    return found
+
+
 def round_trip(store, build, train, steps=3, more=3, fresh=None, **options):
     """A run of `steps`, each saved, and `more`; one that is restored after `steps`: both are equal.
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import torch
-from runs import check_same, checkpointer, end_keeper, freeze, restore, supervised
+from runs import check_restored, check_same, checkpointer, end_keeper, freeze, supervised
 from torch import nn
 
 import forked
@@ -74,9 +74,7 @@ def test_full_disk(small, caplog):
         frozen = freeze(state)
     assert Store(store).steps() == [1, 5]
     assert Store(store).verify().ok
-    fresh = build(2)
-    assert restore(store, fresh) == 5
-    check_same(freeze(fresh), frozen)
+    assert check_restored(store, build(2), frozen) == 5
 
 
 def saves_two_in_memory_and_dies(store):
@@ -133,9 +131,7 @@ def test_a_disk_that_was_full_from_the_first_save_on(small, before):
         frozen = freeze(state)
     assert Store(store).steps() == [*[1][:before], before + 2]
     assert Store(store).verify().ok
-    fresh = build(2)
-    assert restore(store, fresh) == before + 2
-    check_same(freeze(fresh), frozen)
+    assert check_restored(store, build(2), frozen) == before + 2
 
 
 def test_a_path_below_a_file(tmp_path):

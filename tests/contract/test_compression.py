@@ -17,11 +17,7 @@ from hooked import (
     train,
     two_kinds,
 )
-from runs import (
-    check_steps,
-    kinds,
-    run_logged,
-)
+from runs import check_steps, kinds, run_logged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

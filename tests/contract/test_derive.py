@@ -1,17 +1,7 @@
 """derive=: parts that a rule brings forward, in the run and at the replay, byte for byte."""
 
 import pytest
-from derived import (
-    WAYS,
-    anew,
-    averaged,
-    build,
-    check_all,
-    run,
-    strided,
-    two_in_a_row,
-    with_buffers,
-)
+from derived import WAYS, anew, averaged, build, check_all, run, strided, two_in_a_row, with_buffers
 from logs import train
 from runs import check_steps, checkpointer, kinds
 

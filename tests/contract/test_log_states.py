@@ -28,8 +28,7 @@ def test_no_optimizer(store):
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "saved"),
-    [("@model", "optimizer", None), ("model", "@0", "bbbbbbbb")],
+    ("model", "optimizer", "saved"), [("@model", "optimizer", None), ("model", "@0", "bbbbbbbb")]
 )
 def test_names_that_begin_as_a_records_do(store, model, optimizer, saved):
     """Where its own tensors have that name, parts could not be told from them, nor restored

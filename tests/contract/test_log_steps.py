@@ -4,16 +4,7 @@ beginning, into a state that does not fit."""
 import pytest
 import torch
 from logs import Plain, build, train
-from runs import (
-    check_same,
-    check_steps,
-    checkpointer,
-    freeze,
-    kinds,
-    logged,
-    run_logged,
-    snapshot,
-)
+from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, run_logged, snapshot
 from torch import nn
 
 from everstep import Conflict, Keep, Mismatch, Store, Unavailable, Unsupported

@@ -8,13 +8,7 @@ import signal
 import pytest
 from keepers import ended, until
 from logs import build, train
-from runs import (
-    check_steps,
-    kinds,
-    logged,
-    run_logged,
-    snapshot,
-)
+from runs import check_steps, kinds, logged, run_logged, snapshot
 from test_bad_disk import fill, small  # noqa: F401 - a fixture
 
 from everstep import Conflict, EverstepError, Store, Unavailable

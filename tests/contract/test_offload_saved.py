@@ -210,10 +210,7 @@ def dies(store, states, strategy, more):
 
 @pytest.mark.parametrize(
     ("strategy", "is_on_disk", "more"),
-    [
-        ("full", False, 0),
-        *slow(("full", True, 0), ("full", False, 1), ("log", False, 0)),
-    ],
+    [("full", False, 0), *slow(("full", True, 0), ("full", False, 1), ("log", False, 0))],
 )
 def test_after_the_trainers_death_weights_alone_are_read(
     store, tmp_path, monkeypatch, strategy, is_on_disk, more

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from runs import check_same, checkpointer, freeze, restore, supervised  # fmt: skip
+from runs import check_restored, check_same, checkpointer, freeze, restore, supervised  # fmt: skip
 from torch import nn
 
 import forked
@@ -147,5 +147,4 @@ def test_the_last_step_is_durable_however_it_ends(store, strategy, how):
     wanted = {"error": 1, "sigterm": -signal.SIGTERM}.get(how, 0)
     assert forked.run(ends, store, strategy, how).returncode == wanted
     assert Store(store).latest() == 12
-    restore(store, fresh := build(2))
-    check_same(freeze(fresh), reference(12))
+    check_restored(store, build(2), reference(12))

@@ -195,50 +195,50 @@ def test_it_goes_to_other_tiers_and_with_the_last_that_names_it(local, tmp_path)
     assert Store(local).verify().ok
 
 
-def test_damage_is_found(local):
-    state = build()
-    with everstep.Checkpointer(local, state) as checkpointer:
-        train(state)
-        checkpointer.step(1).wait(timeout=60)
+def test_damage_is_found_and_another_tier_serves(local, tmp_path):
+    tiers = Tiers(remote=tmp_path / "remote")
+    with everstep.Checkpointer(local, build(Replay(3)), tiers=tiers) as checkpointer:
+        checkpointer.save(1).wait("remote", timeout=60)
     end_keeper(local)
     [path] = large_packs(local)
     with open(local / path, "r+b") as file:
         file.seek(9000)
         file.write(b"damage")
     assert not Store(local).verify().ok
-    with (
-        everstep.Checkpointer(local, build()) as checkpointer,
-        pytest.raises(Corrupt),
-    ):
+    with everstep.Checkpointer(local, build()) as checkpointer, pytest.raises(Corrupt):
         checkpointer.restore(1)
+    end_keeper(local)
+    state = build()
+    with everstep.Checkpointer(local, state, tiers=tiers) as checkpointer:
+        assert checkpointer.restore() == 1
+    check_loaded(state["replay"], 3)
 
 
-class Broken(Replay):
-    def stream(self):
-        yield "good", [b"some"]
-        raise ValueError("of the user's")
+def breaks():
+    yield "good", [b"some"]
+    raise ValueError("of the user's")
 
 
-def test_what_the_programs_own_code_raises_is_raised(local):
-    state = build(Broken())
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        ({"stream": breaks}, ValueError, "of the user's"),
+        ({"stream": breaks, "immutable": True}, EverstepError, "of the user's"),
+        ({"stream": lambda: iter([("counts", [b"some", 5])])}, Unsupported, "'counts' is neither"),
+        ({"version": object()}, (TypeError, ValueError, Unsupported), r"replay\.version"),
+    ],
+)
+def test_what_fails_is_told_and_the_next_one_is_saved(local, change, error, match):
+    state = build()
+    vars(state["replay"]).update(change)
     with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
-        with pytest.raises(ValueError, match="of the user's"):
-            checkpointer.save(1)
-        state["replay"].__class__ = Replay
+        with pytest.raises(error, match=match):
+            checkpointer.save(1).wait(timeout=60)
+        vars(state["replay"]).clear()
+        state["replay"].__init__(1)
         checkpointer.save(2).wait(timeout=60)
     assert Store(local).steps() == [2]
     assert len(large_packs(local)) == 1
-
-
-def test_an_immutable_one_that_fails_fails_the_save(local):
-    state = build(Broken())
-    state["replay"].immutable = True
-    with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
-        with pytest.raises(EverstepError, match="of the user's"):
-            checkpointer.save(1).wait(timeout=60)
-        state["replay"].__class__ = Replay
-        checkpointer.save(2).wait(timeout=60)
-    assert Store(local).steps() == [2]
 
 
 def test_it_is_read_by_name_without_the_object(store, tmp_path, caplog):
@@ -253,48 +253,16 @@ def test_it_is_read_by_name_without_the_object(store, tmp_path, caplog):
     assert "streams stay where they are: replay" in caplog.text
 
 
-def test_a_piece_that_is_no_buffer(local):
+@pytest.mark.parametrize(
+    "change", [lambda state: state.pop("replay"), lambda state: state.update(other=Replay())]
+)
+def test_a_state_that_has_other_streams(local, change):
+    with everstep.Checkpointer(local, build()) as checkpointer:
+        checkpointer.save(1)
     state = build()
-    state["replay"].stream = lambda: iter([("counts", [b"some", 5])])
-    with everstep.Checkpointer(local, state, strategy="full") as checkpointer:
-        with pytest.raises(Unsupported, match="'replay': a piece of 'counts' is neither"):
-            checkpointer.save(1).wait(timeout=60)
-        del state["replay"].stream
-        checkpointer.save(2).wait(timeout=60)
-    assert Store(local).steps() == [2]
-
-
-def test_bad_ones(local):
-    state = build()
-    state["replay"].version = object()
-    with everstep.Checkpointer(local, state) as checkpointer:
-        with pytest.raises((TypeError, ValueError, Unsupported), match=r"replay\.version"):
-            checkpointer.save(1)
-        state["replay"].version = 1
-        checkpointer.save(2).wait(timeout=60)
-    state = build()
-    del state["replay"]
+    change(state)
     with everstep.Checkpointer(local, state) as checkpointer, pytest.raises(Mismatch):
         checkpointer.restore()
-    state = build()
-    state["other"] = Replay()
-    with everstep.Checkpointer(local, state) as checkpointer, pytest.raises(Mismatch):
-        checkpointer.restore()
-
-
-def test_where_it_is_damaged_another_tier_serves(local, tmp_path):
-    tiers = Tiers(remote=tmp_path / "remote")
-    with everstep.Checkpointer(local, build(Replay(3)), tiers=tiers) as checkpointer:
-        checkpointer.save(1).wait("remote", timeout=60)
-    end_keeper(local)
-    [path] = large_packs(local)
-    with open(local / path, "r+b") as file:
-        file.seek(9000)
-        file.write(b"damage")
-    state = build()
-    with everstep.Checkpointer(local, state, tiers=tiers) as checkpointer:
-        assert checkpointer.restore() == 1
-    check_loaded(state["replay"], 3)
 
 
 class Slow(Replay):

@@ -10,7 +10,7 @@ from functools import partial
 import logs
 import pytest
 import torch
-from runs import check_same, check_steps, checkpointer, freeze, restore, snapshot, supervised
+from runs import check_restored, check_same, check_steps, checkpointer, freeze, snapshot, supervised
 from torch import nn
 
 from everstep import Checkpointer, EverstepError, Missing, Store, Unsupported
@@ -146,8 +146,7 @@ def test_storages_that_go_away_during_the_capture_do_no_harm(store, slow_copy):
         state["optimizer"].state.clear()
         slow_copy.set()
         handle.wait("local")
-    restore(store, fresh := build(2, width=50_000))
-    check_same(freeze(fresh), frozen)
+    check_restored(store, build(2, width=50_000), frozen)
 
 
 def test_the_update_waits_for_its_copies(store, slow_copy):

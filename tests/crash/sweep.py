@@ -15,9 +15,10 @@ from faults import Fault, FaultySystem, Killed, Medium
 
 from everstep import EverstepError, Missing, Store
 from everstep.format.manifest import CheckpointName
-from everstep.store import catalog
+from everstep.store import catalog, commit, retain
 from everstep.tiers.disk import Disk
 from examples import stride
+from stores import packs_of
 
 
 @dataclass
@@ -54,6 +55,22 @@ class Promises:
 
 
 Action = Callable[[Disk, Promises], None]
+
+
+def leaves(packs: int, epoch: int = 1, checkpoints: int | None = None) -> Callable[[Disk], None]:
+    """The end of a sweep: what attempts have left is nobody's in the next epoch, and goes; so many
+    packs stay, and checkpoints, where that is said."""
+
+    def finish(disk: Disk) -> None:
+        commit.claim_epoch(disk, epoch, catalog.lineage(disk)[-1].step)
+        retain.sweep(disk)
+        assert len(packs_of(disk.root)) == packs
+        assert checkpoints in (None, len(catalog.committed(disk)))
+        assert Store(disk.root).verify().ok
+
+    return finish
+
+
 _checked: set[bytes] = set()
 """Digests of trees, and of what was promised of each."""
 
@@ -113,11 +130,7 @@ def _check_images(medium: Medium, promises: Promises, target: Path, seed: int) -
 
 
 def _again_after_power_cut(
-    case: Path,
-    medium: Medium,
-    action: Action,
-    promises: Promises,
-    finish: Callable[[Disk], None],
+    case: Path, medium: Medium, action: Action, promises: Promises, finish: Callable[[Disk], None]
 ) -> None:
     base = medium.after_power_cut(case / "restarted")
     disk = Disk(base / "store", FaultySystem(Medium(base)))

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from everstep.cli.demo.events import SPREAD_EVERY, Event, Settings, Strategy
-from everstep.cli.demo.report import Report, make_report
+from everstep.cli.demo.report import make_report
 from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
 from examples import slow
@@ -27,7 +27,7 @@ _PARAMETERS = [
 
 
 @pytest.fixture(scope="module", params=_PARAMETERS)
-def demo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+def demo(tmp_path_factory, request):
     """The directory of a small demo that went well, with its report. One for all of pytest's
     processes."""
     base = tmp_path_factory.getbasetemp()
@@ -41,14 +41,14 @@ def demo(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return directory
 
 
-def run(directory: Path, strategy: str) -> None:
+def run(directory, strategy):
     arguments = f"demo --size tiny --steps {STEPS} --kills {KILLS} --seed 5".split()
     arguments += ["--strategy", strategy]
     where = ["--store", str(directory / "run"), "--json", str(directory / "report.json")]
     assert main([*arguments, *where]) == 0
 
 
-def tampered(demo: Path, change: str = "") -> Report:
+def tampered(demo, change=""):
     """The report of the same logs, with one thing changed."""
     killed, reference = json.loads((demo / "run" / "events.json").read_text())
     logs: dict[str, list[Event]] = {"killed": killed, "reference": reference}
@@ -67,32 +67,32 @@ def tampered(demo: Path, change: str = "") -> Report:
     return make_report(_settings(demo), logs["killed"], logs["reference"])
 
 
-def _restore_earlier(events: list[Event]) -> None:
+def _restore_earlier(events):
     restored = [event for event in events if event["event"] == "restored"]
     restored[1]["step"] -= 2 * SPREAD_EVERY
 
 
-def _settings(demo: Path) -> Settings:
+def _settings(demo):
     return Settings(str(demo / "run"), STEPS, 5, "tiny", strategy_of(demo))
 
 
-def strategy_of(demo: Path) -> Strategy:
+def strategy_of(demo):
     strategy: Strategy = json.loads((demo / "report.json").read_text())["settings"]["strategy"]
     return strategy
 
 
-def takes_log(demo: Path) -> bool:
+def takes_log(demo):
     """ "auto" takes one, too: AdamW's records are much smaller than its state."""
     return strategy_of(demo) in ("auto", "log")
 
 
-def kinds_of(demo: Path) -> set[str]:
+def kinds_of(demo):
     """What checkpoints were: whole states, records."""
     killed, _ = json.loads((demo / "run" / "events.json").read_text())
     return {event["kind"] for event in killed if event.get("kind")}
 
 
-def test_kills_lose_what_was_said_and_all_is_equal(demo: Path) -> None:
+def test_kills_lose_what_was_said_and_all_is_equal(demo):
     report = json.loads((demo / "report.json").read_text())
     assert report["ok"]
     assert len(report["kills"]) == KILLS
@@ -105,7 +105,7 @@ def test_kills_lose_what_was_said_and_all_is_equal(demo: Path) -> None:
     assert report["settings"]["strategy"] in demo.name
 
 
-def test_a_log_is_told_by_bases_and_records(demo: Path) -> None:
+def test_a_log_is_told_by_bases_and_records(demo):
     report = json.loads((demo / "report.json").read_text())
     known = [kill for kill in report["kills"] if kill["records"] is not None]
     if strategy_of(demo) == "spread":
@@ -118,7 +118,7 @@ def test_a_log_is_told_by_bases_and_records(demo: Path) -> None:
     assert any(kill["records"] for kill in known) == takes_log(demo)
 
 
-def test_the_tables_say_which_strategy_ran(demo: Path) -> None:
+def test_the_tables_say_which_strategy_ran(demo):
     console = Console(width=200, record=True, file=io.StringIO())
     show(tampered(demo), console)
     text = console.export_text()
@@ -126,11 +126,11 @@ def test_the_tables_say_which_strategy_ran(demo: Path) -> None:
     assert (" record" in text) == takes_log(demo)
 
 
-def test_picture_is_written(demo: Path) -> None:
+def test_picture_is_written(demo):
     assert (demo / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_untouched_logs_are_fine(demo: Path) -> None:
+def test_untouched_logs_are_fine(demo):
     assert tampered(demo).ok
 
 
@@ -144,7 +144,7 @@ def test_untouched_logs_are_fine(demo: Path) -> None:
         ("lost", "steps lost"),
     ],
 )
-def test_a_difference_is_found_and_said(demo: Path, change: str, said: str) -> None:
+def test_a_difference_is_found_and_said(demo, change, said):
     report = tampered(demo, change)
     assert not report.ok
     assert any(said in problem for problem in report.problems)
@@ -152,14 +152,7 @@ def test_a_difference_is_found_and_said(demo: Path, change: str, said: str) -> N
 
 
 @pytest.mark.parametrize(("server", "kills"), slow(("bucket", KILLS), ("ceph_bucket", 6)))
-def test_a_bucket_alone_brings_all_back(
-    server: str,
-    kills: int,
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_bucket_alone_brings_all_back(server, kills, request, tmp_path, monkeypatch, capsys):
     url = request.getfixturevalue(server)
     monkeypatch.chdir(tmp_path)
     words = f"demo --size tiny --steps {STEPS} --kills {kills} --seed 5 --strategy log".split()
@@ -176,7 +169,7 @@ def test_a_bucket_alone_brings_all_back(
     end_keeper(url)
 
 
-def test_other_files_are_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_left_alone(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("do not delete")
     assert main(["demo", "--store", str(tmp_path)]) == 1
     assert "not empty" in capsys.readouterr().err

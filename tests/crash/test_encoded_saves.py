@@ -3,19 +3,18 @@ still packs."""
 
 import pytest
 from faults import Fault
-from sweep import Promises, sweep
+from sweep import Promises, leaves, sweep
 
 import coded
 import stores
-from everstep import Store
 from everstep.codecs.rounded import rounded
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import encode_table
-from everstep.store import catalog, commit, retain
+from everstep.store import catalog
 from everstep.tiers.disk import Disk
 from examples import slow
-from stores import Trainer, packs_of
+from stores import Trainer
 
 SPECS = (
     *stores.SMALL,
@@ -60,13 +59,7 @@ def test_a_save_that_is_encoded(folder, fault, monkeypatch):
         (part,) = catalog.read_manifest(disk, CheckpointName(3, 1)).parts
         assert {each.codec for each in part.encoded} == {"planes", "zstd", "rounded:weights"}
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 3)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 4  # of each its own, of all what is frozen
-        assert Store(disk.root).verify().ok
-
-    assert sweep(folder, _two, save, fault, finish) > 30
+    assert sweep(folder, _two, save, fault, leaves(4)) > 30
 
 
 @pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
@@ -83,11 +76,5 @@ def test_saves_with_differences(folder, fault, monkeypatch):
         (part,) = catalog.read_manifest(disk, CheckpointName(5, 1)).parts
         seen.update(each.codec for each in part.encoded)
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 5)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 6
-        assert Store(disk.root).verify().ok
-
-    assert sweep(folder, _two, save, fault, finish) > 60
+    assert sweep(folder, _two, save, fault, leaves(6)) > 60
     assert "difference" in seen

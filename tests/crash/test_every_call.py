@@ -3,11 +3,10 @@
 import os
 import random
 import time
-from functools import partial
 
 import pytest
 from faults import Fault, FaultySystem, Medium
-from sweep import Promises, sweep
+from sweep import Promises, leaves, sweep
 
 from everstep import EverstepError, Store, Unavailable
 from everstep.format.manifest import CheckpointName
@@ -49,12 +48,7 @@ def test_a_save(folder, fault):
             raise Unavailable(outcome.warning)
         promises.tags["good"] = name
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 3)  # from now on what the attempts left belongs to nobody
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 3
-
-    assert sweep(folder, _two_checkpoints, save, fault, finish) > 30
+    assert sweep(folder, _two_checkpoints, save, fault, leaves(3)) > 30
     assert bool(warnings) == (fault is not Fault.KILL)
     assert all("step 3 is saved, but not tagged 'good'" in warning for warning in warnings)
 
@@ -82,11 +76,9 @@ def test_saves_and_deletions_of_what_shares_a_file(folder, fault):
         promises.checkpoints.add(CheckpointName(4, 1))
 
     def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 4)
-        retain.sweep(disk)
+        leaves(5)(disk)
         found = [each.parts[0].packs[1].path for each in map(Store(disk.root).manifest, (2, 3, 4))]
         assert found[0] == found[1] != found[2]
-        assert len(packs_of(disk.root)) == 5
 
     assert sweep(folder, prepare, save, fault, finish) > 60
 
@@ -129,12 +121,7 @@ def test_records(folder, fault):
                 raise
             promises.checkpoints.add(CheckpointName(step, 1))
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 7)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 7
-
-    assert sweep(folder, _chain, save, fault, finish) > 40
+    assert sweep(folder, _chain, save, fault, leaves(7)) > 40
 
 
 @pytest.mark.parametrize("fault", [Fault.NO_SYNC, *slow(Fault.KILL, Fault.EIO, Fault.BURST)])
@@ -147,13 +134,7 @@ def test_a_state_that_is_spread(folder, fault):
         promises.checkpoints.add(CheckpointName(5, 1))
         assert [part.steps for part in Store(disk.root).manifest(5).parts] == [3, 4, 5]
 
-    def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 5)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 5
-        assert Store(disk.root).verify().ok
-
-    assert sweep(folder, _two_checkpoints, save, fault, finish) > 40
+    assert sweep(folder, _two_checkpoints, save, fault, leaves(5)) > 40
 
 
 @pytest.mark.parametrize("fault", [Fault.KILL, *slow(Fault.NO_SYNC, Fault.EIO, Fault.BURST)])
@@ -171,22 +152,12 @@ def test_a_base_that_is_spread_over_records(folder, fault):
         assert made[-1] or outcome.warning or fault is not None
 
     def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, 7)
-        retain.sweep(disk)
-        assert len(packs_of(disk.root)) == 7
-        assert Store(disk.root).verify().ok
+        leaves(7)(disk)
         if catalog.read_state(disk, CheckpointName(7, 1)):
             assert len(Store(disk.root).chain(7)) == 1
 
     assert sweep(folder, _chain, save, fault, finish) > 40
     assert True in made
-
-
-def _leave_only(disk: Disk, parent: int, count: int) -> None:
-    """A sweep by the next epoch leaves so many checkpoints, and no pack but theirs."""
-    commit.claim_epoch(disk, parent, 5)
-    retain.sweep(disk)
-    assert len(packs_of(disk.root)) == len(catalog.committed(disk)) == count
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -202,8 +173,7 @@ def test_retention_of_chains(folder, fault):
     def apply(disk: Disk, promises: Promises) -> None:
         retain.apply(disk, keep)
 
-    finish = partial(_leave_only, parent=1, count=2)
-    assert sweep(folder, prepare, apply, fault, finish) > 6
+    assert sweep(folder, prepare, apply, fault, leaves(2, checkpoints=2)) > 6
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -229,8 +199,7 @@ def test_retention(folder, fault):
         promises.checkpoints = set(catalog.committed(disk)) - set(retain.superfluous(disk, keep))
         return promises
 
-    finish = partial(_leave_only, parent=2, count=5)
-    assert sweep(folder, prepare, apply, fault, finish) > 6
+    assert sweep(folder, prepare, apply, fault, leaves(5, epoch=2, checkpoints=5)) > 6
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from faults import Fault, FaultySystem, Medium
-from sweep import Promises, sweep
+from sweep import Promises, leaves, sweep
 
 from everstep import Conflict, EverstepError, Unavailable, Unsupported
 from everstep.format.manifest import CheckpointName
 from everstep.keeper.writer import Outcome
-from everstep.store import catalog, commit, retain
+from everstep.store import catalog, commit
 from everstep.tiers.disk import Disk
 from examples import slow
 from stores import Trainer, content, image_of, make_store, packs_of
@@ -58,18 +58,12 @@ def _note(promises: Promises, steps: tuple[int, ...], ended: list[Outcome | Exce
         promises.checkpoints.add(CheckpointName(step, 1))
 
 
-def _leaves_nothing(disk: Disk) -> None:
-    commit.claim_epoch(disk, 1, GROUP[-1])
-    retain.sweep(disk)
-    assert len(packs_of(disk.root)) == GROUP[-1]
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_group(folder, fault):
     def save(disk: Disk, promises: Promises) -> None:
         _note(promises, GROUP, _trainer(disk).group(GROUP))
 
-    assert sweep(folder, _begun, save, fault, _leaves_nothing) > 40
+    assert sweep(folder, _begun, save, fault, leaves(GROUP[-1])) > 40
 
 
 @pytest.mark.parametrize("fault", slow(Fault.KILL, Fault.EIO))
@@ -87,7 +81,7 @@ def test_two_groups(folder, fault):
                         _note(promises, GROUP[2:], trainer.group(GROUP[2:]))
                 raise
 
-    assert sweep(folder, _begun, save, fault, _leaves_nothing) > 40
+    assert sweep(folder, _begun, save, fault, leaves(GROUP[-1])) > 40
 
 
 def test_what_a_group_shares(tmp_path):

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -29,13 +28,7 @@ class Run:
 
     begun: ClassVar[list["Run"]] = []
 
-    def __init__(
-        self,
-        store: Path,
-        steps: int = STEPS,
-        every: int = 1,
-        log: int | None = None,
-    ) -> None:
+    def __init__(self, store, steps=STEPS, every=1, log=None):
         """`log`: steps from base to base; None: whole states."""
         strategy = "log" if log else "full"
         self.process = forked.Forked(trainer.main, str(store), steps, every, strategy, log)
@@ -47,7 +40,7 @@ class Run:
         self.restored: int = first["restored"]
         self.keeper: int = first["keeper"]
 
-    def read(self) -> dict | None:
+    def read(self):
         line = self.process.stdout.readline()
         if not line.endswith("\n"):
             return None
@@ -57,20 +50,20 @@ class Run:
         self.last = event.get("step", self.last)
         return event
 
-    def read_steps(self, count: int) -> None:
+    def read_steps(self, count):
         while count:
             event = self.read()
             if event is None or "done" in event:
                 return
             count -= "step" in event
 
-    def kill(self) -> None:
+    def kill(self):
         self.process.kill()
         while self.read():
             pass
         self.process.close()
 
-    def finish(self) -> None:
+    def finish(self):
         while self.read():
             pass
         assert self.process.wait() == 0
@@ -87,13 +80,13 @@ def _nobody_goes_on(store):
             run.kill()
 
 
-def seed() -> int:
+def seed():
     chosen = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
     print(f"EVERSTEP_SEED={chosen}")
     return chosen
 
 
-def check_against_uninterrupted(store: Path, losses: dict[int, str]) -> None:
+def check_against_uninterrupted(store, losses):
     """Losses and final state are those of a run that was never interrupted, bit for bit."""
     state = build()
     expected = {step: train_one_step(state).hex() for step in range(1, STEPS + 1)}
@@ -108,19 +101,13 @@ def check_against_uninterrupted(store: Path, losses: dict[int, str]) -> None:
         check_equal(one, other)
 
 
-def check_equal(tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def check_equal(tensors, expected):
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(tensors[name], tensor), name
 
 
-def die_and_go_on(
-    store: Path,
-    rng: random.Random,
-    kills: int,
-    keeper_too: bool,
-    log: int | None = None,
-) -> None:
+def die_and_go_on(store, rng, kills, keeper_too, log=None):
     losses: dict[int, str] = {}
     previous = 0
     for kill in range(kills):

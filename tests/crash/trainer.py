@@ -40,11 +40,7 @@ def tell(**event: object) -> None:
 
 
 def main(
-    store: str,
-    steps: int,
-    every: int,
-    strategy: str = "full",
-    base_every: int | None = None,
+    store: str, steps: int, every: int, strategy: str = "full", base_every: int | None = None
 ) -> None:
     state = build()
     keep = everstep.Keep(last=3)

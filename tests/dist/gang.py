@@ -14,9 +14,9 @@ WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, … as torchrun sets them), and the working
 test; nothing is kept from one call to the next, but module globals: use them for nothing.
 
 `run` gives what the ranks returned, or raises GangError: what each rank raised, the first one
-first, how it died, or, where it hung, the stacks of all its threads; with the last lines that it
-printed. An exception that nobody sees (of a thread, of `__del__`) and a warning of everstep's are
-failures too. `outcomes` raises nothing, and says the same of each rank. Ranks that are to die:
+first, how it died, or, where it hung, the stacks of all its threads; with what it printed. An
+exception that nobody sees (of a thread, of `__del__`) and a warning of everstep's are failures too.
+`outcomes` raises nothing, and says the same of each rank. Ranks that are to die:
 
     outcomes = gang.outcomes(dies_at, 7)  # rank 1 calls os.kill(os.getpid(), signal.SIGKILL)
     assert outcomes[1].killed and outcomes[0].value == …
@@ -57,7 +57,8 @@ GRACE_S = 2.0
 """How long the other ranks may take to an end, in `run`, once one has failed."""
 
 STACKS_S = 3.0
-PRINTED_CHARACTERS_MAX = 2000
+PRINTED_CHARACTERS_MAX = 1500
+"""Of the beginning, and of the end: who died by a signal said at first which thread it was in."""
 
 
 class GangError(AssertionError):
@@ -229,7 +230,7 @@ class Gang:
                     text = f"the same as rank {first}"
                 texts.append(f"rank {outcome.rank} of {size} {outcome.kind}: {text}")
                 if printed := self._ranks[outcome.rank].printed():
-                    texts.append(f"rank {outcome.rank} printed last:\n{printed}")
+                    texts.append(f"rank {outcome.rank} printed:\n{printed}")
         well = [str(outcome.rank) for outcome in outcomes if outcome.kind == "returned"]
         texts.append(f"returned: rank {', '.join(well)}" if well else "no rank returned")
         return f"{name} on {size} ranks:\n" + "\n\n".join(texts)
@@ -292,7 +293,10 @@ class _Rank:
 
     def printed(self) -> str:
         """What it printed in this call."""
-        return _read(self._printed)[self._printed_before :][-PRINTED_CHARACTERS_MAX:].strip()
+        text = _read(self._printed)[self._printed_before :].strip()
+        if len(text) <= 2 * PRINTED_CHARACTERS_MAX:
+            return text
+        return f"{text[:PRINTED_CHARACTERS_MAX]}\n…\n{text[-PRINTED_CHARACTERS_MAX:]}"
 
     def leave(self) -> None:
         """Ask it to end, and wait a while."""

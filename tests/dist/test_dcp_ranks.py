@@ -32,6 +32,7 @@ from everstep.redo import replay
 from everstep.store import catalog
 from everstep.tiers.disk import Disk
 from everstep.tiers.system import System
+from stores import packs_of
 
 
 def made(kind, seed=0):
@@ -86,10 +87,7 @@ def loads(store, kind):
     state = {**state_of(model, optimizer), "step": 0}
     dcp.load(state, storage_reader=StorageReader(store))
     set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
     assert state["step"] == 2
     assert optimizer.param_groups[0]["lr"] == 0.01
@@ -180,13 +178,17 @@ def test_a_log_of_ranks_is_replayed(gang, store):
         assert step == at == 6
 
 
-def replays_otherwise(store):
+def failures(call):
     """What each rank is told of each."""
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        call()
+    return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]
+
+
+def replays_otherwise(store):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay, "_step", lambda state, call: None)
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            replayed(store, "fsdp")
-    return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]
+        return failures(lambda: replayed(store, "fsdp"))
 
 
 def test_a_replay_that_comes_to_other_bytes_on_ranks(gang, store):
@@ -263,7 +265,7 @@ def saves_cached(store):
 
 def test_cached_plans_of_ranks(gang, store):
     saved = gang.run(saves_cached, store)[0]
-    assert Store(store).steps() == [10, 20, 30]
+    assert [Store(store).manifest(step).objects["step"] for step in (10, 20, 30)] == [10, 20, 30]
     stored = Store(store).read(30)
     check_equal(stored, {f"model.{name}": tensor for name, tensor in saved.items()})
 
@@ -278,17 +280,17 @@ def saves_on_full(store):
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 2:
             patch.setattr(integration, "tier_at", lambda path: Disk(path, FullDisk()))
-        with pytest.raises(dcp.api.CheckpointException) as caught:
-            dcp.save(get_model_state_dict(model), storage_writer=StorageWriter(store))
-    return [(rank, type(error).__name__) for rank, (error, _) in caught.value.failures.items()]
+        writer = StorageWriter(store)
+        return failures(lambda: dcp.save(get_model_state_dict(model), storage_writer=writer))
 
 
 def test_a_full_disk_on_one_rank(gang, store):
     assert gang.run(saves_on_full, store) == [[(2, "Unavailable")]] * 4
     assert Store(store).steps() == []
+    assert len(packs_of(store)) == 3  # it has left nothing
     gang.run(saves, store, "fsdp")
     assert Store(store).steps() == [1]
-    assert len(list((store / "data").glob("*.safetensors"))) == 4  # what was left is gone
+    assert len(packs_of(store)) == 4  # what others had left is gone
 
 
 def saves_async(store):

@@ -5,13 +5,7 @@ from functools import partial
 import pytest
 import torch
 import zoo
-from jobs import (
-    attached,
-    check_restored,
-    compressed,
-    trains,
-    trains_alone,
-)
+from jobs import attached, check_restored, compressed, trains, trains_alone
 
 from comparing import check_equal, kinds
 from everstep import Store, Unsupported

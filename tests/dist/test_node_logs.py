@@ -11,16 +11,8 @@ from functools import partial
 
 import pytest
 import zoo
-from jobs import (
-    attached,
-    check_restored,
-    clipped,
-    parts_of,
-    sends_compressed,
-    trains,
-    trains_alone,
-)
-from test_nodes import done, go, part_documents, trains_on
+from jobs import attached, check_restored, clipped, parts_of, sends_compressed, trains, trains_alone
+from test_nodes import a_node_dies, done, go, part_documents, trains_on
 
 from comparing import check_equal, check_stored, kinds
 from everstep import Keep, Store
@@ -210,28 +202,9 @@ def test_a_killed_keeper_is_followed_by_one_that_goes_on_with_the_chain(gang, st
 @pytest.mark.parametrize("with_keeper", [False, True], ids=["ranks", "keeper"])
 @pytest.mark.parametrize("survivors", ["aabb", "aa"])
 def test_a_node_that_dies_in_the_middle_of_a_chain(
-    gang, store, files, monkeypatch, node, with_keeper, survivors
+    gang, store, files, impatient, node, with_keeper, survivors
 ):
-    monkeypatch.setenv("EVERSTEP_PARTS_S", "3")
-    gang.start(logs_on, store, NODES, 9, files)
-    go(files, 1, 2)
-    until(done(files, 2), "it did not come to that")
-    keepers = {each: keeper_pid(store, each) for each in "ab"}
-    other = "b" if node == "a" else "a"
-    os.kill(keepers[other], signal.SIGSTOP)
-    for step in (3, 4):
-        (files / f"on-{step}").touch()
-    go(files, 3, 4)
-    until(done(files, 4), "it did not come to that")
-    if node == "b":
-        until(lambda: part_documents(store) == ["part-1.json"], "it did not come to that")
-    gang.kill(*(rank for rank in range(4) if NODES[rank] == node))
-    if with_keeper:
-        os.kill(keepers[node], signal.SIGKILL)
-    gang.kill()
-    os.kill(keepers[other], signal.SIGCONT)
-    gang.finish(PATIENCE_S)
-    go(files, *range(5, 10))
+    a_node_dies(gang, store, files, node, with_keeper, (3, 4), **LOG)
     size = len(survivors)
     first, errors, states = gang.run(logs_on, store, survivors, 2, files, size=size)[0]
     assert first == (5 if not with_keeper else 3 if node == "a" else 4)

@@ -31,15 +31,9 @@ def part_documents(store):
 
 @pytest.mark.parametrize(
     "more",
-    [
-        pytest.param({}, id=""),
-        pytest.param({"check": True}, id="checked", marks=pytest.mark.slow),
-    ],
+    [pytest.param({}, id=""), pytest.param({"check": True}, id="checked", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize(
-    "layout",
-    ["fsdp2", *slow("fsdp_tp", "hsdp")],
-)
+@pytest.mark.parametrize("layout", ["fsdp2", *slow("fsdp_tp", "hsdp")])
 def test_two_nodes_commit_one_checkpoint_that_any_number_restores(gang, store, layout, more):
     options = {"nodes": NODES, "strategy": "full", **more}
     saved, *_ = gang.run(trains, layout, store, 2, waits=True, after=1, **options)
@@ -72,7 +66,6 @@ def trains_on(store, nodes, steps, files, **options):
             try:
                 handle = made.step(step)
                 handle.wait("captured")
-                (files / f"captured-{step}-{dist.get_rank()}").touch()
                 if not (files / f"on-{step}").exists():
                     handle.wait("local")
                 errors[step] = None
@@ -84,8 +77,33 @@ def trains_on(store, nodes, steps, files, **options):
     return first, errors, states
 
 
-def done(files, step, ranks=range(4), what="done"):
-    return lambda: all((files / f"{what}-{step}-{rank}").exists() for rank in ranks)
+def done(files, step, ranks=range(4)):
+    return lambda: all((files / f"done-{step}-{rank}").exists() for rank in ranks)
+
+
+def a_node_dies(gang, store, files, node, with_keeper, dying, **options):
+    """After the steps before `dying`, while those are on their way: its ranks, and its keeper. The
+    other one's keeper stands still, so that nothing can be committed before."""
+    gang.start(trains_on, store, NODES, 9, files, **options)
+    for step in range(1, dying[0]):
+        go(files, step)
+        until(done(files, step), "it did not come to that")
+    keepers = {each: keeper_pid(store, each) for each in "ab"}
+    other = "b" if node == "a" else "a"
+    os.kill(keepers[other], signal.SIGSTOP)
+    for step in dying:
+        (files / f"on-{step}").touch()
+    go(files, *dying)
+    until(done(files, dying[-1]), "it did not come to that")
+    if node == "b":
+        until(lambda: part_documents(store) == ["part-1.json"], "it did not come to that")
+    gang.kill(*(rank for rank in range(4) if NODES[rank] == node))
+    if with_keeper:
+        os.kill(keepers[node], signal.SIGKILL)
+    gang.kill()  # as torchrun does, when some of them have died
+    os.kill(keepers[other], signal.SIGCONT)
+    gang.finish()
+    go(files, *range(2, 10))
 
 
 def go(files, *steps):
@@ -158,24 +176,7 @@ def test_a_node_that_dies_between_part_and_commit(
 ):
     """Its step does not exist where its part was not there, else it is whole; the next save
     works."""
-    gang.start(trains_on, store, NODES, 9, files)
-    until(done(files, 1), "it did not come to that")
-    go(files, 2)
-    until(done(files, 2), "it did not come to that")
-    keepers = {each: keeper_pid(store, each) for each in "ab"}
-    other = "b" if node == "a" else "a"
-    os.kill(keepers[other], signal.SIGSTOP)
-    go(files, 3)
-    until(done(files, 3, what="captured"), "it did not come to that")
-    if node == "b":
-        until(lambda: part_documents(store) == ["part-1.json"], "it did not come to that")
-    gang.kill(*(rank for rank in range(4) if NODES[rank] == node))
-    if with_keeper:
-        os.kill(keepers[node], signal.SIGKILL)
-    gang.kill()  # as torchrun does, when some of them have died
-    os.kill(keepers[other], signal.SIGCONT)
-    gang.finish()
-    go(files, *range(2, 9))
+    a_node_dies(gang, store, files, node, with_keeper, (3,))
     size = len(survivors)
     first, ended, states = gang.run(trains_on, store, survivors, 2, files, size=size)[0]
     assert first == (3 if node == "a" and with_keeper else 4)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from test_thinned_ranks import THIN, check_plans, planned
 from comparing import check_equal, check_stored, stored_name
 from everstep import EverstepError, Keep, Missing, Store, Tiers
 from examples import slow
+from processes import until
 from stores import keeper_pid, packs_of
 
 NODES = "aabb"
@@ -113,7 +115,7 @@ def test_what_does_not_change_lies_in_each_nodes_store_once(gang, folders):
     assert Store(united(folders)).verify().ok
 
 
-def trains_on(files, store, nodes, until=1000, **options):
+def trains_on(files, store, nodes, last=1000, **options):
     """Step after step; a file tells the newest whose call has returned. What was restored, its
     step, and the steps that other nodes have held when the call after them began."""
     job = zoo.build("fsdp2", RECIPE)
@@ -121,7 +123,7 @@ def trains_on(files, store, nodes, until=1000, **options):
     with attached(job, store, nodes=nodes, **options) as made:
         first = made.restore()
         begun, handles = job.full_state(), []
-        for step in range(first + 1, until + 1):
+        for step in range(first + 1, last + 1):
             job.train(step)
             handles.append(made.step(step))
             note_step(files, step)
@@ -142,13 +144,6 @@ def newest(files, ranks):
     return min(int(note.read_text()) if note.exists() else 0 for note in notes)
 
 
-def wait_until(holds, seconds=120.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come to that"
-        time.sleep(0.01)
-
-
 def lose(gang, folders, nodes, lost):
     """A node is gone at once: its ranks, its keeper, its disk; and then, as torchrun does it, the
     other ranks. What is left of it."""
@@ -160,33 +155,52 @@ def lose(gang, folders, nodes, lost):
     shutil.rmtree(at(folders, lost))
 
 
-@pytest.mark.parametrize("strategy", ["full", *slow("log")])
+@pytest.mark.parametrize("strategy", ["full", THIN, *slow("log")])
 @pytest.mark.parametrize(
-    ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("abc", "a"), ("abc", "c"))]
+    ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("abc", "a"), ("aabc", "c"))]
 )
 def test_the_loss_of_a_node_loses_a_step_at_most(
     gang, folders, files, impatient, nodes, lost, strategy
 ):
+    """Of a thinned save the next node has, in memory, the packs of earlier steps as well."""
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    chance, size = random.Random(seed), len(nodes)
-    options = {"size": size, "strategy": strategy}
-    gang.start(on_node, folders, nodes, trains_on, files, **options)
+    chance, size, is_thin = random.Random(seed), len(nodes), strategy is THIN
+    how = on_node, folders, nodes, trains_on, files
+    run = partial(gang.run, *how, size=size, strategy=strategy)
+    gang.start(*how, size=size, strategy=strategy)
     end = chance.randint(3, 9)
-    wait_until(lambda: newest(files, size) >= end, 60)
+    until(lambda: newest(files, size) >= end, "it did not come to that")
     time.sleep(chance.random() * 0.1)
     lose(gang, folders, nodes, lost)
-    runs = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)
-    first, begun, _ = runs[0]
+    first, begun, _ = run(last=0)[0]
     assert first >= newest(files, size) - 1
-    check_equal(begun, trains_alone_on(gang, size, first)[first])
-    runs = gang.run(on_node, folders, nodes, trains_on, files, until=first + 3, **options)
+    survivor = at(folders, next(node for node in nodes if node != lost)) / "store"
+    alone = trains_alone_on(gang, size, first)
+    check_equal(begun, planned(survivor, first, alone) if is_thin else alone[first])
+    runs = run(last=first + 4)
     assert [run[0] for run in runs] == [first] * size
     assert all(run[2][-1] for run in runs)
-    assert Store(united(folders, sorted(set(nodes)))).verify(first + 3).ok
-    last, state, _ = gang.run(on_node, folders, nodes, trains_on, files, until=0, **options)[0]
-    assert last == first + 3
-    check_equal(state, trains_alone_on(gang, size, last)[last])
+    if is_thin:
+        check_each_has_its_own(folders, nodes, first)
+    assert Store(united(folders, sorted(set(nodes)))).verify(first + 4).ok
+    last, state, _ = run(last=0)[0]
+    assert last == first + 4
+    found = Store(folders / "all").read(last)
+    check_equal({name: found[stored_name(name)] for name in state}, state)
+    if not is_thin:
+        check_equal(state, trains_alone_on(gang, size, last)[last])
+
+
+def check_each_has_its_own(folders, nodes, first):
+    """Four steps later, though the last but one is deleted."""
+    for node in sorted(set(nodes)):
+        own = Store(at(folders, node) / "store")
+        check_plans(own.path, range(first + 2, first + 5))
+        own.delete(first + 3)
+        own.gc()
+        packs = {pack.path for part in own.manifest(first + 4).parts for pack in part.packs}
+        assert packs_of(own.path) & packs
 
 
 def trains_alone_on(gang, size, last):
@@ -195,18 +209,24 @@ def trains_alone_on(gang, size, last):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", THIN])
 @pytest.mark.parametrize("node", ["a", "b"])
-def test_a_keeper_that_dies_is_followed_by_one_at_its_address(gang, folders, files, node):
+def test_a_keeper_that_dies_is_followed_by_one_at_its_address(gang, folders, files, node, strategy):
     """Training goes on, and what comes is held by the other node again."""
-    gang.start(on_node, folders, "ab", trains_on, files, until=12, size=2)
-    wait_until(lambda: newest(files, 2) >= 3, 60)
+    options = {"size": 2, "strategy": strategy, "last": 20}
+    gang.start(on_node, folders, "ab", trains_on, files, **options)
+    until(lambda: newest(files, 2) >= 4, "it did not come to that")
     os.kill(node_keeper(folders, node), signal.SIGKILL)
-    outcomes = gang.finish()
-    for outcome in outcomes:
+    for outcome in gang.finish():
         assert outcome.kind == "returned", outcome.text
         assert outcome.value[2][-1]
-    for each in "ab":
-        assert Store(at(folders, each) / "store").latest() == 12
+    store, alone = united(folders), trains_alone_on(gang, 2, 20)
+    assert Store(store).latest() == 20
+    assert Store(store).verify().ok
+    for step in Store(store).steps():
+        check_stored(store, planned(store, step, alone), step)
+    if strategy is THIN:
+        check_plans(store, [19, 20])
 
 
 @pytest.mark.slow
@@ -220,7 +240,7 @@ def test_nodes_that_share_a_directory_hold_each_other_s_newest_too(gang, store, 
 
 
 def shares(store, files, nodes):
-    return trains_on(files, store, nodes, until=3)
+    return trains_on(files, store, nodes, last=3)
 
 
 @pytest.mark.slow
@@ -233,13 +253,13 @@ def test_stores_of_two_runs_are_told(gang, folders):
         assert "they are of different runs" in outcome.text
 
 
-def copies(remote, store, nodes, until, strategy):
+def copies(remote, store, nodes, last, strategy):
     """Trains to this step, which is in the remote tier then. What was restored, and the end."""
     job = zoo.build("fsdp2", RECIPE)
     with attached(job, store, nodes=nodes, strategy=strategy, tiers=Tiers(remote=remote)) as made:
         first = made.restore()
         begun = job.full_state()
-        for step in range(first + 1, until + 1):
+        for step in range(first + 1, last + 1):
             job.train(step)
             made.step(step)
         made.wait("remote", timeout=60)
@@ -250,13 +270,13 @@ def copies(remote, store, nodes, until, strategy):
 @pytest.mark.parametrize("strategy", ["full", THIN])
 def test_a_remote_tier_has_what_all_nodes_have(gang, folders, strategy):
     remote, options = folders / "remote", {"size": 2, "strategy": strategy}
-    *_, saved = gang.run(on_node, folders, "ab", copies, remote, until=3, **options)[0]
+    *_, saved = gang.run(on_node, folders, "ab", copies, remote, last=3, **options)[0]
     for node in "ab":
         end_node(folders, node)
         shutil.rmtree(at(folders, node))
     assert Store(remote).verify().ok
     stored = Store(remote).read(3)
-    runs = gang.run(on_node, folders, "ab", copies, remote, until=4, **options)
+    runs = gang.run(on_node, folders, "ab", copies, remote, last=4, **options)
     assert [run[0] for run in runs] == [3, 3]
     begun = runs[0][1]
     check_equal({name: stored[stored_name(name)] for name in begun}, begun)
@@ -265,74 +285,11 @@ def test_a_remote_tier_has_what_all_nodes_have(gang, folders, strategy):
     assert Store(remote).latest() == 4
 
 
-@pytest.mark.parametrize(
-    ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("aabc", "c"))]
-)
-def test_the_loss_of_a_node_with_its_store(
-    gang,
-    folders,
-    files,
-    impatient,
-    nodes,
-    lost,
-):
-    """The next node has, in memory, all packs that the newest checkpoint names of the one that is
-    lost, those of earlier steps as well."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    size, end = len(nodes), random.Random(seed).randint(3, 7)
-    options = {"size": size, "strategy": THIN}
-    gang.start(on_node, folders, nodes, trains_on, files, **options)
-    wait_until(lambda: newest(files, size) >= end, 60)
-    lose(gang, folders, nodes, lost)
-    run = (on_node, folders, nodes, trains_on, files)
-    first, begun, _ = gang.run(*run, until=0, **options)[0]
-    assert first >= newest(files, size) - 1
-    survivor = at(folders, next(node for node in nodes if node != lost)) / "store"
-    _, alone = gang.run(trains_alone, "fsdp2", first, size=size)[0]
-    check_equal(begun, planned(survivor, first, alone))
-    gang.run(*run, until=first + 4, **options)
-    for node in sorted(set(nodes)):
-        own = Store(at(folders, node) / "store")
-        check_plans(own.path, range(first + 2, first + 5))
-        own.delete(first + 3)
-        own.gc()
-        packs = {pack.path for part in own.manifest(first + 4).parts for pack in part.packs}
-        assert packs_of(own.path) & packs
-    assert Store(united(folders, sorted(set(nodes)))).verify(first + 4).ok
-    last, state, _ = gang.run(*run, until=0, **options)[0]
-    assert last == first + 4
-    found = Store(folders / "all").read(last)
-    check_equal({name: found[stored_name(name)] for name in state}, state)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", ["a", "b"])
-def test_a_keeper_that_dies_is_followed_by_one_that_goes_on(
-    gang,
-    folders,
-    files,
-    node,
-):
-    options = {"size": 2, "strategy": THIN, "until": 20}
-    gang.start(on_node, folders, "ab", trains_on, files, **options)
-    wait_until(lambda: newest(files, 2) >= 4, 60)
-    os.kill(node_keeper(folders, node), signal.SIGKILL)
-    for outcome in gang.finish():
-        assert outcome.kind == "returned", outcome.text
-    store, (_, alone) = united(folders), gang.run(trains_alone, "fsdp2", 20, size=2)[0]
-    assert Store(store).latest() == 20
-    assert Store(store).verify().ok
-    for step in Store(store).steps():
-        check_stored(store, planned(store, step, alone), step)
-    check_plans(store, [19, 20])
-
-
-def trains_whatever_fails(files, store, nodes, until):
+def trains_whatever_fails(files, store, nodes, last):
     """Step after step, thinned; a file tells the newest whose call has returned."""
     job = zoo.build("fsdp2", RECIPE)
     with unheard(), attached(job, store, nodes=nodes, strategy=THIN) as made:
-        for step in range(1, until + 1):
+        for step in range(1, last + 1):
             job.train(step)
             handle = made.step(step)
             note_step(files, step)
@@ -348,9 +305,9 @@ def test_thinned_saves_with_deletions_and_deaths_at_random(gang, folders, files,
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance, last = random.Random(seed), 60
-    _, alone = gang.run(trains_alone, "fsdp2", last, size=2)[0]
-    gang.start(on_node, folders, "ab", trains_whatever_fails, files, until=last, size=2)
-    wait_until(lambda: newest(files, 2) >= 2, 60)
+    alone = trains_alone_on(gang, 2, last)
+    gang.start(on_node, folders, "ab", trains_whatever_fails, files, last=last, size=2)
+    until(lambda: newest(files, 2) >= 2, "it did not come to that")
     stores = [Store(at(folders, node) / "store") for node in "ab"]
     for _ in range(30):
         time.sleep(chance.random() * 0.3)

@@ -47,10 +47,7 @@ def trains(layout, store, changed_rank, what, nodes=""):
         return ended, job.full_state()
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["ddp", *slow("hsdp", "fsdp2", "fsdp_tp")],
-)
+@pytest.mark.parametrize("layout", ["ddp", *slow("hsdp", "fsdp2", "fsdp_tp")])
 def test_equal_replicas_pass_and_are_written_once(gang, store, layout):
     size = zoo.SIZES[layout]
     (ended, state), *others = gang.run(trains, layout, store, None, "", size=size)

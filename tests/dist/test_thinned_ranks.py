@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from jobs import trains, trains_alone, unheard
-from test_nodes import check_steps, done, go, part_documents, trains_on
+from test_nodes import NODES, a_node_dies, check_steps, part_documents, trains_on
 from test_partings import Failing, Run, tensors
 
 from commands import run as command
@@ -17,8 +17,6 @@ from commands import run_json
 from comparing import check_equal, check_stored, stored_name
 from everstep import EverstepError, Full, Keep, Store
 from examples import slow
-from processes import until
-from stores import keeper_pid
 
 THIN = Full(thin={"model.blocks.*": 2})
 ALL = [("fsdp2", ""), ("fsdp2", "ab"), *slow(("ddp", ""), ("ddp", "ab"), ("fsdp2", "aabc"))]
@@ -93,25 +91,9 @@ def test_no_reference_dangles(gang, store, tmp_path, nodes):
 @pytest.mark.parametrize("node", ["b", "a"])
 def test_a_node_that_dies_between_thinned_saves(gang, store, files, impatient, node, with_keeper):
     """What it had told of a save counts or does not; the next run begins with all."""
-    nodes = "aabb"
-    gang.start(trains_on, store, nodes, 9, files, strategy=THIN)
-    for step in (1, 2, 3):
-        go(files, step)
-        until(done(files, step), "it did not come to that")
-    other = "b" if node == "a" else "a"
-    keepers = {each: keeper_pid(store, each) for each in "ab"}
-    os.kill(keepers[other], signal.SIGSTOP)
-    go(files, 4)
-    until(done(files, 4, what="captured"), "it did not come to that")
-    gang.kill(*(rank for rank in range(4) if nodes[rank] == node))
-    if with_keeper:
-        os.kill(keepers[node], signal.SIGKILL)
-    gang.kill()
-    os.kill(keepers[other], signal.SIGCONT)
-    gang.finish()
+    a_node_dies(gang, store, files, node, with_keeper, (4,), strategy=THIN)
     _, alone = gang.run(trains_alone, "fsdp2", 4)[0]
-    go(files, *range(5, 9))
-    first, ended, states = gang.run(trains_on, store, nodes, 3, files, strategy=THIN)[0]
+    first, ended, states = gang.run(trains_on, store, NODES, 3, files, strategy=THIN)[0]
     assert first in (4, 5)
     assert set(ended.values()) == {None}
     check_steps(store, list(range(1, first + 3)))

@@ -12,11 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import everstep
 from everstep import Store
 
-KINDS = {
-    "fp16": {},
-    "bf16": {},
-    "topk": {"ratio": 0.05, "residual": "records"},
-}
+KINDS = {"fp16": {}, "bf16": {}, "topk": {"ratio": 0.05, "residual": "records"}}
 
 
 @pytest.fixture(autouse=True)

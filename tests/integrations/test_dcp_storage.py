@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
 import inspect
 import io
 import json
@@ -24,11 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import everstep
 from comparing import check_equal, kinds
 from everstep.format.document import seal
-from everstep.integrations import dcp as integration
 from everstep.integrations.dcp import StorageReader, StorageWriter, split_id
-from everstep.redo import replay
-from everstep.tiers.disk import Disk
-from everstep.tiers.system import System
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -116,10 +111,7 @@ def test_training_goes_on_from_it(store):
     weights, moments = get_state_dict(other, another)
     found = load(store, {"model": weights, "optimizer": moments, "step": 0})
     set_state_dict(
-        other,
-        another,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"],
+        other, another, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
     assert found["step"] == 1
     assert another.param_groups[0]["lr"] == 0.01
@@ -354,13 +346,6 @@ def test_a_log_that_does_not_verify(store):
     assert values["net"]["frozen"].any()
 
 
-def test_a_replay_that_comes_to_other_bytes(store, monkeypatch):
-    logs(store, 4, strategy=everstep.Log(base_every=100, verify="full"))
-    monkeypatch.setattr(replay, "_step", lambda state, call: None)
-    with refused(everstep.Corrupt, "step 2"):
-        load(store, {"net": {"frozen": torch.zeros(3)}}, 4)
-
-
 def test_a_log_that_takes_its_program_is_refused(store):
     """What a rule derives is in no record."""
     torch.manual_seed(0)
@@ -431,23 +416,6 @@ def test_nothing(store):
     save(store, {})
     assert load(store, {}) == {}
     assert everstep.Store(store).verify().ok
-
-
-def test_cached_plans(store):
-    values = {"w": torch.zeros(4), "n": 0}
-    try:
-        for step in (10, 20, 30):
-            values["w"] += step
-            values["n"] = step
-            save(store, values, step, planner=DefaultSavePlanner(enable_plan_caching=True))
-    finally:
-        caches = [each for each in vars(dcp.SavePlanner) if each.startswith("_cached")]
-        for each in caches:
-            getattr(dcp.SavePlanner, each).clear()
-    assert caches
-    assert everstep.Store(store).steps() == [10, 20, 30]
-    found = load(store, {"w": torch.ones(4), "n": 1}, 20)
-    assert (found["w"].tolist(), found["n"]) == ([30.0] * 4, 20)
 
 
 class Halved(DefaultSavePlanner):
@@ -558,26 +526,6 @@ def test_a_flipped_byte(store):
     assert not everstep.Store(store).verify().ok
 
 
-class Full(System):
-    """A disk that is full."""
-
-    def pwrite(self, fd, data, offset):
-        if len(data) > 1 << 20:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().pwrite(fd, data, offset)
-
-
-def test_a_full_disk(store, monkeypatch):
-    save(store, {"w": torch.ones(3)})
-    with monkeypatch.context() as patch:
-        patch.setattr(integration, "tier_at", lambda path: Disk(path, Full()))
-        with refused(everstep.Unavailable, "The disk is full"):
-            save(store, {"w": torch.ones(1 << 20)})
-    assert everstep.Store(store).steps() == [1]
-    assert len(list((store / "data").glob("*.safetensors"))) == 1
-    save(store, {"w": torch.ones(3)})
-
-
 def test_what_cannot_be_stored_is_named(store):
     with refused(everstep.Unsupported, "a.b.0", "builtin_function_or_method"):
         save(store, {"a": {"b": [print]}})
@@ -632,15 +580,6 @@ def test_where_there_is_nothing(store):
     values = {"w": torch.zeros(3)}
     dcp.load(values, storage_reader=reader)
     assert values["w"].tolist() == [1, 1, 1]
-
-
-def test_async(store):
-    values = {"w": torch.ones(1000), "n": 1}
-    writer = StorageWriter(store, 3)
-    future = dcp.async_save(values, storage_writer=writer)
-    values["w"].zero_()
-    future.result()
-    assert load(store, {"w": torch.zeros(1000), "n": 0})["w"].tolist() == [1.0] * 1000
 
 
 PROGRAM = """

@@ -1,9 +1,11 @@
 """Lightning: automatic optimization with all that a trainer counts, and a GAN by hand."""
 
-import functools
 import os
 import signal
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -189,87 +191,55 @@ def _train(store, trace, make, train, val, monitor="val_loss", averages=False, *
     )
 
 
-def automatic(store, trace):
-    def loader():
-        return torch.utils.data.DataLoader(Noisy(noise=True), batch_size=4, shuffle=True)
-
-    val = torch.utils.data.DataLoader(Noisy(noise=True), batch_size=16)
-    _train(store, trace, _automatic, loader, val, val_check_interval=4, accumulate_grad_batches=2)
+def _loader(noise=False, kind=torch.utils.data.DataLoader, **options):
+    return kind(Noisy(noise), batch_size=4, shuffle=True, **options)
 
 
-def stateful(store, trace):
+def _stateful():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def loader():
-        return StatefulDataLoader(Noisy(noise=False), batch_size=4, shuffle=True, num_workers=2)
-
-    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
-    _train(store, trace, _automatic, loader, val, max_steps=24)
+    return _loader(kind=StatefulDataLoader, num_workers=2)
 
 
-def stopped(store, trace):
-    def loader():
-        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
-
-    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
-    _train(store, trace, _automatic, loader, val, monitor="epochs")
+def _streamed():
+    return torch.utils.data.DataLoader(Stream(), batch_size=4)
 
 
-def gan(store, trace):
-    def loader():
-        return torch.utils.data.DataLoader(
-            Noisy(noise=False), batch_size=4, shuffle=True, num_workers=2, persistent_workers=True
-        )
+@dataclass
+class Case:
+    """What is trained on what, how many steps, of which an epoch has so many."""
 
-    _train(store, trace, _gan, loader, None)
+    make: Callable = _automatic
+    steps: int = 12
+    epoch: int = 4
+    train: Callable = _loader
+    noise: bool | None = False
+    """Of what it is evaluated with, if it is."""
 
+    options: dict = field(default_factory=dict)
 
-def averaged(store, trace):
-    """Validations between two updates put the average in the place of the weights."""
-
-    def loader():
-        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
-
-    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
-    options = {"val_check_interval": 1, "accumulate_grad_batches": 2, "averages": True}
-    _train(store, trace, _automatic, loader, val, **options)
-
-
-def two_ranks(store, trace):
-    def loader():
-        return torch.utils.data.DataLoader(Noisy(noise=True), batch_size=4, shuffle=True)
-
-    val = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=16)
-    ranks = {"strategy": "ddp", "devices": 2, "val_check_interval": 2}
-    trains = functools.partial(_train, make=_automatic, train=loader, val=val, **ranks)
-    trains_on_two_ranks(trains, store, trace)
+    def trains(self, store, trace):
+        val = None
+        if self.noise is not None:
+            val = torch.utils.data.DataLoader(Noisy(self.noise), batch_size=16)
+        _train(store, trace, self.make, self.train, val, **self.options)
 
 
-def shared(store, trace):
-    """The first network's backward adds to gradients of the second one, which are being copied."""
-
-    def loader():
-        return torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
-
-    _train(store, trace, functools.partial(_gan, toggles=False), loader, None)
-
-
-def streamed(store, trace):
-    def loader():
-        return torch.utils.data.DataLoader(Stream(), batch_size=4)
-
-    _train(store, trace, _gan, loader, None)
-
-
+NOISY, WORKERS = partial(_loader, noise=True), {"num_workers": 2, "persistent_workers": True}
+HALF = {"val_check_interval": 4, "accumulate_grad_batches": 2}
+RANKS = {"strategy": "ddp", "devices": 2, "val_check_interval": 2}
+GAN = Case(_gan, 48, 16, noise=None)
 CASES = {
-    "automatic": (automatic, 12, 4),
-    "stateful": (stateful, 24, 8),
-    "stopped": (stopped, 16, 8),
-    "gan": (gan, 48, 16),
-    "averaged": (averaged, 12, 4),
-    "two ranks": (two_ranks, 12, 4),
-    "shared": (shared, 48, 16),
-    "streamed": (streamed, 48, 16),
+    "automatic": Case(train=NOISY, noise=True, options=HALF),
+    "stateful": Case(steps=24, epoch=8, train=_stateful, options={"max_steps": 24}),
+    "stopped": Case(steps=16, epoch=8, options={"monitor": "epochs"}),
+    "gan": replace(GAN, train=partial(_loader, **WORKERS)),
+    # Validations between two updates put the average in the place of the weights.
+    "averaged": Case(options={**HALF, "val_check_interval": 1, "averages": True}),
+    "two ranks": Case(train=NOISY, options=RANKS),
+    # The first network's backward adds to gradients of the second one, which are being copied.
+    "shared": replace(GAN, make=partial(_gan, toggles=False)),
+    "streamed": replace(GAN, train=_streamed),
 }
 SHORT = [(name, 1) for name in ("automatic", "gan")]
 LONG = [pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES]
@@ -277,15 +247,15 @@ LONG = [pytest.param(name, 3, marks=pytest.mark.slow) for name in CASES]
 
 @pytest.mark.parametrize(("name", "kills"), [*SHORT, *LONG])
 def test_run(tmp_path, name, kills):
-    run, steps, epoch = CASES[name]
+    case = CASES[name]
     check_resumes(
-        run,
+        partial(trains_on_two_ranks, case.trains) if name == "two ranks" else case.trains,
         tmp_path,
-        steps=steps,
-        epoch=epoch,
+        steps=case.steps,
+        epoch=case.epoch,
         kills=kills,
         seed=random_seed(),
-        losses_per_save=max(1, epoch // BATCHES),  # of two networks
+        losses_per_save=max(1, case.epoch // BATCHES),  # of two networks
     )
 
 
@@ -303,21 +273,14 @@ def test_fit_goes_on_with_more_epochs_and_the_same_loader(store):
         import lightning.pytorch as pl
 
         notes = Notes()
-        module = _gan(notes)
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            max_epochs=epochs,
-            callbacks=list(callbacks),
-            enable_checkpointing=False,
-            **quiet,
-        )
-        trainer.fit(module, loader)
+        quiet |= {"accelerator": "cpu", "enable_checkpointing": False}
+        pl.Trainer(max_epochs=epochs, callbacks=list(callbacks), **quiet).fit(_gan(notes), loader)
         return notes.losses
 
     from everstep.integrations.lightning import EverstepCallback
 
-    loader = torch.utils.data.DataLoader(Noisy(noise=False), batch_size=4, shuffle=True)
+    loader = _loader()
     torch.manual_seed(0)
     expected = fit(2, loader)
     callback = EverstepCallback(store, keep=everstep.Keep(last=2))

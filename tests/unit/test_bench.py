@@ -20,7 +20,7 @@ def test_everstep_stands_for_its_strategies_each_beside_its_code_of_before():
     ours = ["full", "spread", "log", "log-with-bases", "auto"]
     assert names(["everstep"]) == ["none", "plain", *(f"everstep-{name}" for name in ours)]
     assert names(["everstep-log", "dcp"], against="/old") == [
-        *("none", "plain", "dcp", "everstep-log", "everstep-log" + BEFORE),
+        *("none", "plain", "dcp", "everstep-log", "everstep-log" + BEFORE)
     ]
     old = bench.chosen(["everstep-log"], 1, "/old")[0][-1]
     assert (old.code, old.options, old.restores) == ("/old", LOG.options, LOG.restores)

@@ -30,10 +30,7 @@ def test_each_as_it_was_stored_last():
     second = table("@0.model.w", "value.new")
     chain = Chain(
         described(1, base, *value),
-        [
-            described(2, first, *value, "value.new"),
-            described(3, second, "value.kept", "value.new"),
-        ],
+        [described(2, first, *value, "value.new"), described(3, second, "value.kept", "value.new")],
     )
     found = chain.saved(chain.optimized).tensors
     from_base = ("model.w", "optimizer.model.w.m", "model.frozen", "value.kept")

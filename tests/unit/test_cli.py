@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import cli_store
-from commands import CAPTURED, run, run_json
+from commands import run, run_json
 from everstep.cli import main as command
 from everstep.cli import text
 from everstep.format.document import FORMAT_VERSION, seal
@@ -20,13 +19,13 @@ PROGRAM = "import sys; from everstep.cli.main import main; sys.exit(main(sys.arg
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Path:
+def store(tmp_path):
     path = tmp_path / "runs" / "gpt"
     cli_store.make_branched(path)
     return path
 
 
-def test_ls_tells_what_was_left_behind(store: Path, capsys: CAPTURED) -> None:
+def test_ls_tells_what_was_left_behind(store, capsys):
     assert run("ls", store) == 0
     out = capsys.readouterr().out
     assert "5 checkpoints · 1 of them left behind (○)" in out
@@ -40,14 +39,14 @@ def test_ls_tells_what_was_left_behind(store: Path, capsys: CAPTURED) -> None:
     assert rows[4] == ["epoch", "2"]
 
 
-def test_ls_shows_tags_metrics_and_size(store: Path, capsys: CAPTURED) -> None:
+def test_ls_shows_tags_metrics_and_size(store, capsys):
     run("ls", store)
     lines = capsys.readouterr().out.splitlines()
     assert any(" 80 " in line and "best" in line and "loss 5" in line for line in lines)
     assert any(" 100 " in line and "latest" in line and "6.7 MiB" in line for line in lines)
 
 
-def test_ls_json(store: Path, capsys: CAPTURED) -> None:
+def test_ls_json(store, capsys):
     found = run_json(capsys, "ls", store)
     assert found["latest"] == 100
     assert [row["name"] for row in found["checkpoints"] if not row["current"]] == ["00000120-0001"]
@@ -56,13 +55,13 @@ def test_ls_json(store: Path, capsys: CAPTURED) -> None:
     assert tags == {40: [], 80: ["best"], 81: [], 100: [], 120: []}
 
 
-def test_ls_of_an_empty_store(tmp_path: Path, capsys: CAPTURED) -> None:
+def test_ls_of_an_empty_store(tmp_path, capsys):
     cli_store.begin(tmp_path)
     assert run("ls", tmp_path) == 0
     assert "nothing is committed yet" in capsys.readouterr().out
 
 
-def test_ls_names_a_damaged_manifest(store: Path, capsys: CAPTURED) -> None:
+def test_ls_names_a_damaged_manifest(store, capsys):
     manifest = store / "checkpoints" / "00000081-0002" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     assert run("ls", store) == 0
@@ -70,7 +69,7 @@ def test_ls_names_a_damaged_manifest(store: Path, capsys: CAPTURED) -> None:
     assert "problem" in run_json(capsys, "ls", store)["checkpoints"][2]
 
 
-def test_ls_hides_the_middle_of_long_runs(tmp_path: Path, capsys: CAPTURED) -> None:
+def test_ls_hides_the_middle_of_long_runs(tmp_path, capsys):
     disk, identity = cli_store.begin(tmp_path)
     commit.claim_epoch(disk, None, 0)
     for step in range(1, 31):
@@ -84,7 +83,7 @@ def test_ls_hides_the_middle_of_long_runs(tmp_path: Path, capsys: CAPTURED) -> N
     assert capsys.readouterr().out.count("●") == 30
 
 
-def test_ls_leaves_out_epochs_that_wrote_nothing(store: Path, capsys: CAPTURED) -> None:
+def test_ls_leaves_out_epochs_that_wrote_nothing(store, capsys):
     disk = Disk(store)
     for fork in (100, 81):
         commit.claim_epoch(disk, 2, fork)
@@ -95,7 +94,7 @@ def test_ls_leaves_out_epochs_that_wrote_nothing(store: Path, capsys: CAPTURED) 
     assert "○ 100-2" in out
 
 
-def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store: Path, capsys: CAPTURED) -> None:
+def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store, capsys):
     for words, name in [
         ([], "00000100-0002"),
         ([80], "00000080-0001"),
@@ -105,7 +104,7 @@ def test_show_takes_the_newest_a_step_a_tag_or_a_full_name(store: Path, capsys: 
         assert run_json(capsys, "show", store, *words)["name"] == name
 
 
-def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
+def test_show_prints_all_there_is(store, capsys):
     assert run("show", store, "best") == 0
     shown = capsys.readouterr().out
     for expected in (
@@ -121,7 +120,7 @@ def test_show_prints_all_there_is(store: Path, capsys: CAPTURED) -> None:
         assert expected in shown
 
 
-def test_settings_tell_their_units() -> None:
+def test_settings_tell_their_units():
     figures = {"is_log": False, "copy_bytes_per_s": 2 << 30, "read_bytes_per_s": 0}
     figures |= {"call_s": 0.0013, "refusal": None, "record_bytes": 1 << 20}
     assert text.settings(figures) == (
@@ -129,17 +128,17 @@ def test_settings_tell_their_units() -> None:
     )
 
 
-def test_settings_of_a_document_that_lies() -> None:
+def test_settings_of_a_document_that_lies():
     assert text.settings({"budget_bytes": -(10**400), "copy_s": float("nan")}).startswith("budget_")
 
 
-def test_tagged_values_are_told_in_words() -> None:
+def test_tagged_values_are_told_in_words():
     nan = {"$": "float", "v": "7ff8000000000000"}
     value = {"a": {"$": "tuple", "v": [1.0, nan]}, "b": list(range(9)), "c": {"$": "new"}}
     assert text.brief(value) == "{a [1, nan], b 9 items, c new}"
 
 
-def test_show_json_tells_the_chunks_of_each_tensor(store: Path, capsys: CAPTURED) -> None:
+def test_show_json_tells_the_chunks_of_each_tensor(store, capsys):
     tensors = {row["name"]: row for row in run_json(capsys, "show", store)["tensors"]}
     moment = tensors["optimizer.state.model.wte.weight.exp_avg"]
     assert moment["size"] == 1200 * 1024 * 4
@@ -148,7 +147,7 @@ def test_show_json_tells_the_chunks_of_each_tensor(store: Path, capsys: CAPTURED
 
 
 @pytest.mark.parametrize(("pattern", "count"), [("attention", 2), ("*.weight", 2), ("head", 1)])
-def test_show_filters_by_name(store: Path, capsys: CAPTURED, pattern: str, count: int) -> None:
+def test_show_filters_by_name(store, capsys, pattern, count):
     assert len(run_json(capsys, "show", store, "--names", pattern)["tensors"]) == count
 
 
@@ -160,9 +159,7 @@ def test_show_filters_by_name(store: Path, capsys: CAPTURED, pattern: str, count
         (["79"], "it has 4 from 40 to 100, the nearest is 80"),
     ],
 )
-def test_show_of_what_does_not_exist(
-    store: Path, capsys: CAPTURED, words: list[str], said: str
-) -> None:
+def test_show_of_what_does_not_exist(store, capsys, words, said):
     assert run("show", store, *words) == 1
     error = capsys.readouterr().err
     assert error.startswith("everstep: Missing: ")
@@ -170,7 +167,7 @@ def test_show_of_what_does_not_exist(
     assert error.count("\n") == 1
 
 
-def test_verify_finds_a_flipped_bit(store: Path, capsys: CAPTURED) -> None:
+def test_verify_finds_a_flipped_bit(store, capsys):
     assert run("verify", store) == 0
     assert "5 checkpoints intact" in capsys.readouterr().out
     pack = next(store.glob("data/00000081-0002-*.safetensors"))
@@ -189,33 +186,26 @@ def test_verify_finds_a_flipped_bit(store: Path, capsys: CAPTURED) -> None:
     assert list(found["problems"]) == ["00000081-0002"]
 
 
-def test_rm_deletes_and_tells_the_bytes(store: Path, capsys: CAPTURED) -> None:
+def test_rm_deletes_and_tells_the_bytes(store, capsys):
     size = sum(path.stat().st_size for path in store.glob("data/000000[48]0-*"))
     found = run_json(capsys, "rm", store, "40", "best")
     assert found == {"deleted": ["00000040-0001", "00000080-0001"], "bytes": size}
     assert run_json(capsys, "ls", store)["checkpoints"][0]["step"] == 81
 
 
-def test_rm_of_one_that_is_missing_deletes_none(store: Path, capsys: CAPTURED) -> None:
+def test_rm_of_one_that_is_missing_deletes_none(store, capsys):
     assert run("rm", store, "40", "41") == 1
     capsys.readouterr()
     assert len(run_json(capsys, "ls", store)["checkpoints"]) == 5
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 4), ("\n", 1, 5), ("", 1, 5)])
-def test_rm_asks_on_a_terminal(
-    store: Path,
-    capsys: CAPTURED,
-    monkeypatch: pytest.MonkeyPatch,
-    answer: str,
-    code: int,
-    left: int,
-) -> None:
+def test_rm_asks_on_a_terminal(store, capsys, monkeypatch, answer, code, left):
     class Terminal:
-        def isatty(self) -> bool:
+        def isatty(self):
             return True
 
-        def readline(self) -> str:
+        def readline(self):
             return answer
 
     monkeypatch.setattr(sys, "stdin", Terminal())
@@ -225,7 +215,7 @@ def test_rm_asks_on_a_terminal(
     assert run("rm", store, "81", "--yes") == 0
 
 
-def test_gc_deletes_what_older_epochs_left(store: Path, capsys: CAPTURED) -> None:
+def test_gc_deletes_what_older_epochs_left(store, capsys):
     stray = store / "data" / "00000099-0001-0123abcd-0.safetensors"
     stray.write_bytes(bytes(4096))
     assert run_json(capsys, "gc", store) == {"files": 1, "bytes": 4096, "orphans": []}
@@ -234,14 +224,12 @@ def test_gc_deletes_what_older_epochs_left(store: Path, capsys: CAPTURED) -> Non
     assert "nothing to delete" in capsys.readouterr().out
 
 
-def test_ls_says_nothing_of_kinds_where_there_is_one(store: Path, capsys: CAPTURED) -> None:
+def test_ls_says_nothing_of_kinds_where_there_is_one(store, capsys):
     run("ls", store)
     assert "KIND" not in capsys.readouterr().out
 
 
-def test_inside_a_store_its_name_may_be_left_out(
-    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_a_store_its_name_may_be_left_out(store, capsys, monkeypatch):
     monkeypatch.chdir(store)
     assert run("ls") == 0
     capsys.readouterr()
@@ -250,9 +238,7 @@ def test_inside_a_store_its_name_may_be_left_out(
     assert run("verify", "best") == 0
 
 
-def test_without_a_store_it_says_where_one_is(
-    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_store_it_says_where_one_is(store, capsys, monkeypatch):
     monkeypatch.chdir(store.parent.parent)
     for words in (["ls"], ["show", "80"], ["verify"], ["gc"], ["rm", "80"]):
         assert run(*words) == 1
@@ -266,9 +252,7 @@ def test_without_a_store_it_says_where_one_is(
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "gc", "rm -y", "materialize"])
-def test_a_store_of_another_format_is_left_alone(
-    command: str, store: Path, capsys: CAPTURED
-) -> None:
+def test_a_store_of_another_format_is_left_alone(command, store, capsys):
     (store / "everstep.json").write_bytes(seal({"format": FORMAT_VERSION + 1, "run": "r"}))
     before = sorted(store.rglob("*"))
     name, *options = command.split()
@@ -278,10 +262,8 @@ def test_a_store_of_another_format_is_left_alone(
     assert sorted(store.rglob("*")) == before
 
 
-def test_a_store_of_somebody_else(
-    store: Path, capsys: CAPTURED, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: Path) -> None:
+def test_a_store_of_somebody_else(store, capsys, monkeypatch):
+    def refuse(path):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(os, "stat", refuse)
@@ -290,7 +272,7 @@ def test_a_store_of_somebody_else(
     assert f"looking for {store / 'everstep.json'}: Permission denied. This user may not" in said
 
 
-def test_usage_errors_exit_with_2(store: Path, capsys: CAPTURED) -> None:
+def test_usage_errors_exit_with_2(store, capsys):
     for words in (["nonsense"], ["ls", "--nonsense"], ["rm", store], ["ls", store, "80"]):
         with pytest.raises(SystemExit) as exit_:
             run(*words)
@@ -298,7 +280,7 @@ def test_usage_errors_exit_with_2(store: Path, capsys: CAPTURED) -> None:
     capsys.readouterr()
 
 
-def test_help_lists_every_command(capsys: CAPTURED) -> None:
+def test_help_lists_every_command(capsys):
     with pytest.raises(SystemExit) as exit_:
         run("--help")
     assert exit_.value.code == 0
@@ -309,21 +291,21 @@ def test_help_lists_every_command(capsys: CAPTURED) -> None:
 @pytest.mark.parametrize(
     ("name", "default"), [("show", "the newest"), ("verify", "all on all branches")]
 )
-def test_help_says_what_is_meant_without_a_step(name: str, default: str, capsys: CAPTURED) -> None:
+def test_help_says_what_is_meant_without_a_step(name, default, capsys):
     with pytest.raises(SystemExit):
         run(name, "--help")
     assert f"(default: {default})" in " ".join(capsys.readouterr().out.split())
 
 
-def test_ctrl_c_exits_with_130(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(words: list[str]) -> int:
+def test_ctrl_c_exits_with_130(store, monkeypatch):
+    def interrupt(words):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "_dispatch", interrupt)
     assert run("ls", store) == 130
 
 
-def test_ls_needs_neither_torch_nor_numpy_nor_rich(store: Path) -> None:
+def test_ls_needs_neither_torch_nor_numpy_nor_rich(store):
     code = (
         "import sys; from everstep.cli.main import main; code = main(sys.argv[1:]);"
         "print(sorted({'torch', 'numpy', 'rich'} & set(sys.modules)), file=sys.stderr)"
@@ -338,7 +320,7 @@ def test_ls_needs_neither_torch_nor_numpy_nor_rich(store: Path) -> None:
         assert done.stderr == "[]\n"
 
 
-def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
+def test_a_reader_that_leaves_early_is_no_error(store):
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -354,7 +336,7 @@ def test_a_reader_that_leaves_early_is_no_error(store: Path) -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
-def test_without_stdout_the_exit_code_tells(store: Path) -> None:
+def test_without_stdout_the_exit_code_tells(store):
     command = 'exec "$0" -c "$1" ls "$2" >&-'
     for path, expected in ((store, 0), (store / "missing", 1)):
         words = ["sh", "-c", command, sys.executable, PROGRAM, str(path)]
@@ -363,7 +345,7 @@ def test_without_stdout_the_exit_code_tells(store: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CAPTURED) -> None:
+def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path, capsys):
     disk, identity = cli_store.begin(tmp_path)
     commit.claim_epoch(disk, None, 0)
     cli_store.save(disk, identity, 1, 1, metrics={"a\x1b[2J": "\x1b]0;owned\x07\n"})
@@ -382,11 +364,11 @@ def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path: Path, capsys: CA
         (3 << 59, "1536.0 PiB"),
     ],
 )
-def test_sizes(size: int, words: str) -> None:
+def test_sizes(size, words):
     assert text.size(size) == words
 
 
-def test_a_terminal_has_colours_and_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_has_colours_and_an_end(monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "6")
     monkeypatch.setenv("TERM", "xterm")

@@ -1,11 +1,9 @@
 """The command `everstep` on a store with logs: what it says of bases, records and chains."""
 
-from pathlib import Path
-
 import pytest
 
 import cli_store
-from commands import CAPTURED, run, run_json
+from commands import run, run_json
 from everstep.cli.chains import Chains, Link
 from everstep.format.manifest import CheckpointName
 from everstep.store import commit
@@ -13,23 +11,23 @@ from everstep.tiers.disk import Disk
 
 
 @pytest.fixture
-def logged(tmp_path: Path) -> Path:
+def logged(tmp_path):
     path = tmp_path / "runs" / "log"
     cli_store.make_logged(path)
     return path
 
 
-def rows_of(logged: Path, capsys: CAPTURED) -> dict[str, dict]:
+def rows_of(logged, capsys):
     """What `ls` says of each checkpoint, by its name."""
     return {row["name"]: row for row in run_json(capsys, "ls", logged)["checkpoints"]}
 
 
-def lose(logged: Path, name: str) -> None:
+def lose(logged, name):
     """A checkpoint is no more, and what goes on from it is still there."""
     (logged / "checkpoints" / name / "manifest.json").unlink()
 
 
-def test_ls_tells_states_from_logs(logged: Path, capsys: CAPTURED) -> None:
+def test_ls_tells_states_from_logs(logged, capsys):
     assert run("ls", logged) == 0
     rows = [line.split("MiB")[0].split()[:-1] for line in capsys.readouterr().out.splitlines()]
     assert [row for row in rows if row and row[0] in "●○"] == [
@@ -44,7 +42,7 @@ def test_ls_tells_states_from_logs(logged: Path, capsys: CAPTURED) -> None:
     ]
 
 
-def test_ls_json_tells_bases_and_records(logged: Path, capsys: CAPTURED) -> None:
+def test_ls_json_tells_bases_and_records(logged, capsys):
     rows = rows_of(logged, capsys)
     log = rows["00000012-0001"]
     assert (log["kind"], log["base"], log["records"]) == ("log", {"step": 10, "epoch": 1}, 2)
@@ -53,7 +51,7 @@ def test_ls_json_tells_bases_and_records(logged: Path, capsys: CAPTURED) -> None
     assert (state["kind"], state["base"], state["previous"]) == ("state", None, None)
 
 
-def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys: CAPTURED) -> None:
+def test_a_log_that_was_made_whole_needs_nothing_before_it(logged, capsys):
     cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
     rows = rows_of(logged, capsys)
     assert rows["00000012-0001"]["base"] == {"step": 12, "epoch": 1}
@@ -74,9 +72,7 @@ def test_a_log_that_was_made_whole_needs_nothing_before_it(logged: Path, capsys:
     assert run_json(capsys, "gc", logged)["orphans"] == ["00000011-0001"]
 
 
-def test_a_log_that_was_made_whole_inexactly_is_still_replayed(
-    logged: Path, capsys: CAPTURED
-) -> None:
+def test_a_log_that_was_made_whole_inexactly_is_still_replayed(logged, capsys):
     cli_store.make_whole(Disk(logged), CheckpointName(12, 1), exact=False)
     rows = rows_of(logged, capsys)
     row = rows["00000012-0001"]
@@ -92,7 +88,7 @@ def test_a_log_that_was_made_whole_inexactly_is_still_replayed(
     assert "--following" in capsys.readouterr().err
 
 
-def test_rm_of_what_a_whole_step_does_not_need(logged: Path, capsys: CAPTURED) -> None:
+def test_rm_of_what_a_whole_step_does_not_need(logged, capsys):
     cli_store.make_whole(Disk(logged), CheckpointName(12, 1))
     assert run("rm", logged, "10-1", "11-1", "--yes") == 0
     assert run("verify", logged) == 0
@@ -100,14 +96,14 @@ def test_rm_of_what_a_whole_step_does_not_need(logged: Path, capsys: CAPTURED) -
     assert run_json(capsys, "gc", logged)["orphans"] == []
 
 
-def test_ls_of_a_log_whose_base_is_gone(logged: Path, capsys: CAPTURED) -> None:
+def test_ls_of_a_log_whose_base_is_gone(logged, capsys):
     lose(logged, "00000013-0002")
     assert run("ls", logged) == 0
     assert "log of ?" in capsys.readouterr().out
     assert run_json(capsys, "ls", logged)["checkpoints"][-2]["base"] is None
 
 
-def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
+def test_show_of_a_log(logged, capsys):
     assert run("show", logged, "12") == 0
     text = capsys.readouterr().out
     for expected in (
@@ -121,7 +117,7 @@ def test_show_of_a_log(logged: Path, capsys: CAPTURED) -> None:
     assert "follows" not in text
 
 
-def test_show_json_of_a_log(logged: Path, capsys: CAPTURED) -> None:
+def test_show_json_of_a_log(logged, capsys):
     found = run_json(capsys, "show", logged, "12")
     assert found["kind"] == "log"
     assert found["previous"]["step"] == 11
@@ -139,7 +135,7 @@ def test_show_json_of_a_log(logged: Path, capsys: CAPTURED) -> None:
     assert (state["kind"], state["chain"], state["records"]) == ("state", None, [])
 
 
-def test_show_of_a_log_whose_chain_is_broken(logged: Path, capsys: CAPTURED) -> None:
+def test_show_of_a_log_whose_chain_is_broken(logged, capsys):
     lose(logged, "00000010-0001")
     assert run("show", logged, "12") == 0
     assert "NOT RESTORABLE: " in capsys.readouterr().out
@@ -151,7 +147,7 @@ def test_show_of_a_log_whose_chain_is_broken(logged: Path, capsys: CAPTURED) -> 
 @pytest.mark.parametrize(
     "calls", [({"optimizer": "o"},), (None,), ({"class": 1, "optimizer": 1, "sets": 2},)]
 )
-def test_show_of_calls_that_are_none(tmp_path: Path, capsys: CAPTURED, calls: tuple) -> None:
+def test_show_of_calls_that_are_none(tmp_path, capsys, calls):
     disk, identity = cli_store.begin(tmp_path)
     commit.claim_epoch(disk, None, 0)
     base = cli_store.save(disk, identity, 1, 1)
@@ -160,14 +156,14 @@ def test_show_of_calls_that_are_none(tmp_path: Path, capsys: CAPTURED, calls: tu
     assert ".records[0].calls[0]" in capsys.readouterr().err
 
 
-def test_verify_of_a_log_reads_its_chain(logged: Path, capsys: CAPTURED) -> None:
+def test_verify_of_a_log_reads_its_chain(logged, capsys):
     assert run("verify", logged, "12") == 0
     assert "3 checkpoints (a log, and what it goes on from) intact" in capsys.readouterr().out
     assert run("verify", logged, "10") == 0
     assert "1 checkpoint intact" in capsys.readouterr().out
 
 
-def test_verify_names_the_logs_that_damage_cuts_off(logged: Path, capsys: CAPTURED) -> None:
+def test_verify_names_the_logs_that_damage_cuts_off(logged, capsys):
     pack = next(logged.glob("data/00000011-0001-*.safetensors"))
     with pack.open("r+b") as file:
         file.seek(1 << 20)
@@ -182,7 +178,7 @@ def test_verify_names_the_logs_that_damage_cuts_off(logged: Path, capsys: CAPTUR
     ]
 
 
-def test_rm_of_what_logs_go_on_from(logged: Path, capsys: CAPTURED) -> None:
+def test_rm_of_what_logs_go_on_from(logged, capsys):
     assert run("rm", logged, "10", "13-1", "--yes") == 1
     error = capsys.readouterr().err
     assert error.startswith("everstep: Conflict: deleting 10-1, 13-1 from ")
@@ -194,7 +190,7 @@ def test_rm_of_what_logs_go_on_from(logged: Path, capsys: CAPTURED) -> None:
     assert run_json(capsys, "rm", logged, "10")["deleted"] == ["00000010-0001"]
 
 
-def test_gc_names_logs_without_a_base(logged: Path, capsys: CAPTURED) -> None:
+def test_gc_names_logs_without_a_base(logged, capsys):
     assert run_json(capsys, "gc", logged)["orphans"] == []
     lose(logged, "00000010-0001")
     assert run_json(capsys, "gc", logged)["orphans"] == [
@@ -207,7 +203,7 @@ def test_gc_names_logs_without_a_base(logged: Path, capsys: CAPTURED) -> None:
     assert run("rm", logged, "11-1", "--following") == 0
 
 
-def test_chains_end_also_where_a_store_is_made_up(tmp_path: Path) -> None:
+def test_chains_end_also_where_a_store_is_made_up(tmp_path):
     """A ring of logs, which no digest allows: looking at it must end all the same."""
     disk, _ = cli_store.begin(tmp_path)
     one, two = CheckpointName(1, 1), CheckpointName(2, 1)

@@ -1,15 +1,21 @@
-"""How tensors are cut into units, and how far an image is told to be whole."""
+"""How tensors are cut into units, how far an image is told to be whole, what memory captures
+take."""
 
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.capture import copies
+from everstep.capture import copies, pool
 from everstep.capture.copies import Batch, Progress
 from everstep.capture.plan import Planner
+from everstep.format.packs import round_up
 from everstep.keeper.arena import Arena
+from everstep.keeper.wire import Place
 from everstep.sharding.leaves import Leaf
 from everstep.state.view import Collected, Walk
 
@@ -73,3 +79,20 @@ def test_nothing_is_told_of_which_a_second_copy_is_still_to_come():
     assert not told
     progress.arrived(0)
     assert told == [2 * unit]
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(1, 3), (2, 3), (4, 2), (8, 2)])
+def test_all_ranks_of_a_node_share_what_is_there(monkeypatch, ranks, slots):
+    """Each is asked before any has taken its part."""
+    size = 1 << 20
+    client = SimpleNamespace(
+        place=Place("run", tuple(range(ranks))),
+        add_arena=lambda key, arena: None,
+        release_arena=lambda key: None,
+    )
+    of_slot = 2 * round_up(size)
+    monkeypatch.setattr(pool, "available_memory", lambda: 2 * 2 * 3 * of_slot)
+    found = pool.Pool(cast(Any, client), None)
+    _, arena = found._create(size - pool._STILL_SLACK_BYTES, size)
+    assert arena.slot_count == slots
+    arena.close()

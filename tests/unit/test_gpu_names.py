@@ -10,7 +10,7 @@ from everstep.state.stateful import set_on_gpus
 ON = [torch.device("cuda", number) for number in range(3)]
 
 
-def test_the_process_own_gpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_own_gpu_has_no_number(monkeypatch):
     assert place_of(torch.device("cpu")) == "cpu"
     for own in range(3):
         monkeypatch.setattr(torch.cuda, "current_device", lambda own=own: own)
@@ -29,16 +29,10 @@ def test_the_process_own_gpu_has_no_number(monkeypatch: pytest.MonkeyPatch) -> N
         (None, 0, 2, {0: 0, 1: 1}),  # as stored before: nobody knows which was its own
     ],
 )
-def test_a_generator_follows_the_process(
-    monkeypatch: pytest.MonkeyPatch,
-    saved_current: int | None,
-    current: int,
-    count: int,
-    expected: dict[int, int],
-) -> None:
+def test_a_generator_follows_the_process(monkeypatch, saved_current, current, count, expected):
     found: dict[int, int] = {}
 
-    def put(state: torch.Tensor, device: int = current) -> None:
+    def put(state, device=current):
         found[device] = int(state)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

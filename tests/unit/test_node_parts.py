@@ -70,10 +70,7 @@ def test_what_goes_in_comes_out():
     record = {"previous": 4, "calls": [{"optimizer": "o", "class": "C", "sets": [{"lr": 0.5}]}]}
     again = decode_node_part(encode_node_part(found_of(record=record)), "here")
     assert again == found_of(record=record)
-    for failed in (
-        NodePart("run.1", 2, "no room"),
-        NodePart("run.1", 2, "apart", kind="Mismatch"),
-    ):
+    for failed in (NodePart("run.1", 2, "no room"), NodePart("run.1", 2, "apart", kind="Mismatch")):
         assert decode_node_part(encode_node_part(failed), "here") == failed
 
 

@@ -1,23 +1,22 @@
 """Which window is chosen, from what was measured: arithmetic, checked by a second way to do it."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 
 from everstep.capture.window import RECORDS_MAX, Figures, Piece, schedule, steps_of_base
 
 
-def figures(copy_steps: float, state: int, rest: int = 0) -> Figures:
+def figures(copy_steps, state, rest=0):
     """A run of steps of one second, whose state takes so many of them to copy."""
     return Figures(rest, state / copy_steps, 1.0)
 
 
-def equal_pieces(count: int, size: int, share: float) -> list[Piece]:
+def equal_pieces(count, size, share):
     return [Piece(f"p{index:03}", size, round(size * share)) for index in range(count)]
 
 
-def simulate(pieces: list[Piece], groups: Sequence[Sequence[Piece]], p: Figures) -> float:
+def simulate(pieces, groups, p):
     """Seconds for which updates wait: each step's bytes against one step's time."""
     gradients, late, left = 0, 0.0, p.rest + sum(piece.size for piece in pieces)
     for group in groups:
@@ -29,19 +28,19 @@ def simulate(pieces: list[Piece], groups: Sequence[Sequence[Piece]], p: Figures)
 
 
 @pytest.mark.parametrize("copy_steps", [0.1, 0.5, 1.0])
-def test_what_fits_into_one_step_is_full(copy_steps: float) -> None:
+def test_what_fits_into_one_step_is_full(copy_steps):
     pieces = equal_pieces(64, 1000, 1 / 7)
     assert schedule(pieces, figures(copy_steps, 64_000), 64) == []
 
 
-def test_nothing_measured_is_full() -> None:
+def test_nothing_measured_is_full():
     assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 0.0, 1.0), 16) == []
     assert schedule(equal_pieces(8, 1000, 0.1), Figures(0, 1e3, 0.0), 16) == []
     assert schedule([], Figures(0, 1e3, 1.0), 16) == []
 
 
 @pytest.mark.parametrize("copy_steps", [2, 4, 7])
-def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: int) -> None:
+def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps):
     """2 of 14 bytes of a parameter are its gradient: N(N-1)/14 by GoCkpt's equal shares."""
     pieces = equal_pieces(140, 14_000, 1 / 7)
     run = figures(copy_steps, 140 * 14_000)
@@ -52,19 +51,19 @@ def test_it_waits_less_than_gockpt_in_the_bytes_of_mixed_precision(copy_steps: i
     assert stall_s < copy_steps - 1
 
 
-def test_a_little_more_than_a_step_is_waited_for() -> None:
+def test_a_little_more_than_a_step_is_waited_for():
     pieces = equal_pieces(64, 1000, 1 / 7)
     assert len(schedule(pieces, figures(1.09, 64_000), 64)) == 0
     assert len(schedule(pieces, figures(1.2, 64_000), 64)) == 1
 
 
-def test_gradients_that_cost_more_than_they_save_make_it_full() -> None:
+def test_gradients_that_cost_more_than_they_save_make_it_full():
     pieces = equal_pieces(64, 1000, 4.0)  # gradients four times as large as the state
     assert len(schedule(pieces, figures(4, 64_000), 64)) <= 1
     assert schedule(equal_pieces(64, 1000, 1 / 7), figures(4, 64_000), 64, call_s=20.0) == []
 
 
-def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
+def test_it_is_never_slower_than_full_whatever_the_pieces():
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     rng = random.Random(seed)
@@ -95,9 +94,7 @@ def test_it_is_never_slower_than_full_whatever_the_pieces() -> None:
 
 
 @pytest.mark.parametrize(("copy_steps", "steps"), [(0.5, 1), (1, 1), (2, 3), (4, 5), (30, 10)])
-def test_a_base_of_a_log_is_spread_however_large_its_records_are(
-    copy_steps: float, steps: int
-) -> None:
+def test_a_base_of_a_log_is_spread_however_large_its_records_are(copy_steps, steps):
     """They are there anyway."""
     pieces = equal_pieces(640, 100, 4.0)
     assert steps_of_base(pieces, figures(copy_steps, 64_000), 10) == steps

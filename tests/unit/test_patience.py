@@ -9,13 +9,13 @@ from everstep.keeper.client import STALL_S, Patience
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+def clock(monkeypatch):
     now = SimpleNamespace(s=1000.0)
     monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: now.s))
     return now
 
 
-def test_a_wait_is_bounded_by_its_own_beginning(clock: SimpleNamespace) -> None:
+def test_a_wait_is_bounded_by_its_own_beginning(clock):
     waiting = Patience()
     clock.s += 10 * STALL_S  # nothing was saved, as nobody wanted to
     since = clock.s
@@ -25,7 +25,7 @@ def test_a_wait_is_bounded_by_its_own_beginning(clock: SimpleNamespace) -> None:
     assert not waiting.lasts(since)
 
 
-def test_nobody_waits_before_something_is_committed(clock: SimpleNamespace) -> None:
+def test_nobody_waits_before_something_is_committed(clock):
     waiting = Patience()
     since = clock.s
     clock.s += STALL_S
@@ -37,7 +37,7 @@ def test_nobody_waits_before_something_is_committed(clock: SimpleNamespace) -> N
     assert waiting.lasts(clock.s)
 
 
-def test_a_slow_disk_makes_progress(clock: SimpleNamespace) -> None:
+def test_a_slow_disk_makes_progress(clock):
     waiting = Patience()
     since = clock.s
     for _ in range(20):
@@ -48,7 +48,7 @@ def test_a_slow_disk_makes_progress(clock: SimpleNamespace) -> None:
     assert not waiting.lasts(since)
 
 
-def test_keepers_that_die_at_the_same_byte_make_no_progress(clock: SimpleNamespace) -> None:
+def test_keepers_that_die_at_the_same_byte_make_no_progress(clock):
     waiting = Patience()
     since = clock.s
     for count in range(1, 4):
@@ -64,9 +64,7 @@ def test_keepers_that_die_at_the_same_byte_make_no_progress(clock: SimpleNamespa
     assert waiting.note_loss() == 1
 
 
-def test_what_is_on_its_way_waits_for_a_keeper_since_the_first_was_lost(
-    clock: SimpleNamespace,
-) -> None:
+def test_what_is_on_its_way_waits_for_a_keeper_since_the_first_was_lost(clock):
     waiting = Patience()
     assert waiting.lasts_without_keeper()
     clock.s += STALL_S - 1

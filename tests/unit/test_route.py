@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.tiers.route import (
-    NAMES,
-    PROBE_S,
-    SWITCH,
-    Durable,
-    choose,
-    next_copy,
-    next_spill,
-)
+from everstep.tiers.route import NAMES, PROBE_S, SWITCH, Durable, choose, next_copy, next_spill
 from examples import examples
 
 speeds = st.none() | st.sampled_from([0.0, float("nan"), float("inf")]) | st.floats(0.1, 1000)
