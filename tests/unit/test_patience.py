@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from everstep.keeper import client
-from everstep.keeper.client import STALL_S, Patience
+from everstep.keeper.client import LOSSES_MAX, STALL_S, Patience
 
 
 @pytest.fixture
@@ -48,13 +48,17 @@ def test_a_slow_disk_makes_progress(clock):
     assert not waiting.lasts(since)
 
 
-def test_keepers_that_die_at_the_same_byte_make_no_progress(clock):
+def test_what_another_keeper_writes_is_progress_unless_one_after_the_other_dies(clock):
     waiting = Patience()
     since = clock.s
-    for count in range(1, 4):
-        clock.s += STALL_S / 3
+    for count in range(1, LOSSES_MAX):
         assert waiting.note_loss() == count
+        clock.s += STALL_S / 2
         waiting.note_written()
+    assert waiting.lasts(since)
+    waiting.note_loss()
+    clock.s += STALL_S
+    waiting.note_written()
     assert not waiting.lasts(since)
     waiting.note_commit()
     clock.s += STALL_S / 2

@@ -37,7 +37,7 @@ _REMIND_S = 30.0
 _LOOK_S = 0.2
 _ASKED_MAX = 5
 _PAUSE_S_MIN, _PAUSE_S_MAX = 1.0, 60.0
-_LOSSES_MAX = 5
+LOSSES_MAX = 5
 """Of keepers, before anything is committed: then some time passes before the next one."""
 
 _GAPS_MAX = 16
@@ -84,10 +84,10 @@ class Patience:
             self._is_spent, self._losses, self._lost_since = False, 0, None
 
     def note_written(self) -> None:
-        """The keeper has written more. After a loss that is no progress: the next one may die at
-        the same byte."""
+        """The keeper has written more. That is no progress any more where one after the other is
+        lost: the next may die at the same byte."""
         with self._lock:
-            if not self._losses:
+            if self._losses < LOSSES_MAX:
                 self._progressed = time.monotonic()
 
     def note_loss(self) -> int:
@@ -415,7 +415,7 @@ class Client:
         """
         self.losses += 1
         log.warning("the keeper of %s was lost; looking for another", self._store)
-        if (count := self.patience.note_loss()) >= _LOSSES_MAX:
+        if (count := self.patience.note_loss()) >= LOSSES_MAX:
             self._rest(cannot_start(self._store, f"{count} were lost before anything was saved"))
         while not self._stop.is_set():
             try:
