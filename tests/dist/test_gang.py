@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gang import GangError
+from torch.distributed._functional_collectives import wait_tensor
 
 
 def adds(number):
@@ -38,6 +39,19 @@ def fails(rank, how):
         if how == "warn":
             warnings.warn_explicit("old", DeprecationWarning, "x.py", 1, "everstep.x")
     dist.barrier()
+
+
+def dies_waiting(folder):
+    if dist.get_rank() == 1 and not (folder / "died").exists():
+        (folder / "died").touch()
+        torch.ops._c10d_functional.wait_tensor = lambda _: os.kill(os.getpid(), signal.SIGSEGV)
+        wait_tensor(torch.zeros(1))
+    return dist.get_rank()
+
+
+def test_a_crash_of_torchs_own_collectives_is_no_failure(gang, tmp_path):
+    assert gang.run(dies_waiting, tmp_path, size=2) == [0, 1]
+    assert (tmp_path / "died").exists()
 
 
 @pytest.mark.slow
