@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, Never, SupportsIndex
+from typing import Any, Literal, SupportsIndex
 
-from everstep.capture.captures import Captures, check_room
+from everstep.capture.captures import Captures
 from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
@@ -36,7 +36,6 @@ from everstep.options import (
     Spread,
     Tiers,
     check_names,
-    refuse_unknown,
 )
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
@@ -75,7 +74,6 @@ class Checkpointer:
         derive: Mapping[str, Rule] | None = None,
         ranks: Ranks | None = None,
         tiers: Tiers | None = None,
-        **unknown: Never,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -107,8 +105,6 @@ class Checkpointer:
         Raises ValueError, TypeError, Unavailable; Unsupported where a Log or Spread does not fit
         the optimizers.
         """
-        for name in unknown:
-            refuse_unknown(name)
         options = Options.of(every, strategy, keep, memory_bytes, when_full)
         if not os.fspath(store):
             raise ValueError("store must be a directory, not ''; for the current one say '.'")
@@ -143,7 +139,6 @@ class Checkpointer:
                 f"everstep.Log(replica=True): each node has a store of its own ({store}), and a "
                 f"replica needs one directory. Leave replica= out"
             )
-        check_room(self._state)
         run = open_stores(self._world, place, self._disk, remote)
         remote_every = tiers.remote_every if tiers.remote else None
         replicates = tiers.peers > 0 and place.nodes > 1
@@ -342,7 +337,9 @@ class Checkpointer:
                 handle = self._captures.begin(replace(request, must_wait=must_wait))
                 self._begun = handle or self._begun
         finally:
-            self.metrics.add_stall(time.perf_counter() - began)
+            stall_s = time.perf_counter() - began
+            self.metrics.stall_seconds += stall_s
+            self.metrics.stall_seconds_max = max(self.metrics.stall_seconds_max, stall_s)
         if self._preemption.is_last and self._preemption.ends_process:
             self._preemption.end()
         return handle

@@ -133,11 +133,6 @@ class SaveHandle:
                 self.problems[level] = error
             self._changed.notify_all()
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether it has come to each further level, or never will."""
-        return all(level in self.times or level in self.problems for level in self.further)
-
     def _await(self, level: str | None, deadline: float | None) -> bool:
         """Whether it came so far, or failed, before that. None: until it is durable somewhere."""
 
@@ -198,13 +193,3 @@ class Metrics:
         """Those that `everstep top` shows."""
         shown = ("saves", "skips", "failures", "stall_seconds")
         return {name: getattr(self, name) for name in shown}
-
-    def add_stall(self, seconds: float) -> None:
-        """Count one call."""
-        self.stall_seconds += seconds
-        self.stall_seconds_max = max(self.stall_seconds_max, seconds)
-
-    def add_durable(self, seconds: float) -> None:
-        """Remember one duration, of the newest 1000."""
-        self.durable_seconds.append(seconds)
-        del self.durable_seconds[:-1000]

@@ -24,6 +24,7 @@ from everstep.keeper.wire import Message
 log = logging.getLogger("everstep")
 
 _TORN_MAX = 64
+_DURATIONS_MAX = 1000
 _LOOK_S = 1.0
 _TOLD_MAX = 10
 """Failures in a row that are logged one by one; then each hundredth is."""
@@ -202,7 +203,9 @@ class Saves:
         if message.get("is_routed"):
             handle.go_to("remote")
         handle.advance(handle.durable, error)
-        self._metrics.add_durable(handle.times[handle.durable] - handle.times["called"])
+        durations = self._metrics.durable_seconds
+        durations.append(handle.times[handle.durable] - handle.times["called"])
+        del durations[:-_DURATIONS_MAX]
         self.forget(capture)
         self._pool.retire_old()
 
@@ -245,7 +248,8 @@ class Saves:
     def _drop_settled(self) -> None:
         """Of what has come everywhere, or failed, nothing more is heard."""
         for step, handle in list(self._spreading.items()):
-            if handle.error or handle.is_everywhere:
+            settled = handle.times.keys() | handle.problems.keys()
+            if handle.error or settled.issuperset(handle.further):
                 self._spreading.pop(step, None)
 
     def _on_replica(self, message: Message) -> None:
