@@ -17,7 +17,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.layerwise import Early, Layerwise
 from everstep.capture.optimizer_arenas import OptimizerArenas
 from everstep.capture.plan import Plan, Planner
-from everstep.capture.pool import SLOTS_MIN, Pool, Slot
+from everstep.capture.pool import Pool, Slot
 from everstep.capture.saves import STALLED, Saves
 from everstep.capture.strategy import Captured, Request, Strategy
 from everstep.capture.streams import Streams, links_of
@@ -25,7 +25,6 @@ from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.manifest import CheckpointName
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
-from everstep.keeper.arena import check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
 from everstep.options import Log, Options
@@ -172,10 +171,11 @@ class Captures:
         self._copier.close()
 
     def abandon_in_child(self) -> None:
-        """In a forked child, where the threads do not exist."""
+        """In a forked child, where the threads do not exist, and the memory is the parent's."""
+        for hook in self._hooks:
+            hook.remove()
         if self._layerwise:
-            self._layerwise.abandon_in_child()
-        self._copier.abandon_in_child()
+            self._layerwise.remove_hooks()
 
     def _begin(self, handle: SaveHandle, request: Request) -> bool:
         """Whether this commits something. See begin."""
@@ -365,15 +365,3 @@ class Captures:
 
 def _interrupted(step: int, error: BaseException) -> str:
     return f"saving step {step}: interrupted by {error!r}. Go on with the next step"
-
-
-def check_room(state: State) -> None:
-    """Raises Unavailable, on all ranks, where no copy of the state can be made on one of them."""
-
-    def check() -> None:
-        if file_size_limit() is not None:  # to walk a state takes a while
-            tensors = {id(tensor): tensor for tensor in state.live_tensors().values()}
-            size = sum(tensor.nbytes for tensor in tensors.values()) // state.world.size
-            check_file_size("copying this state in memory", SLOTS_MIN * size)
-
-    state.world.together("looking for room", check)

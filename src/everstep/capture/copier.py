@@ -73,7 +73,6 @@ class Owned:
     ready: threading.Event = field(default_factory=threading.Event)
     ends: dict[torch.device, torch.cuda.Event] = field(default_factory=dict)
     checked: bool = False
-    is_torn: bool = False
 
     @property
     def devices(self) -> set[torch.device]:
@@ -189,7 +188,6 @@ class Capture:
                 self.problem = describe(self.step, changed)
                 self.torn.put((self.handle, changed, self.problem))
             if changed or is_sure:
-                owned.is_torn |= bool(changed)
                 owned.checked = True
                 owned.fingerprints = ()
         return self.problem
@@ -313,27 +311,22 @@ class Copier:
         self._last = capture
         self._queue.put(capture)  # again, perhaps
 
-    def hold(self, owner: int) -> bool:
+    def hold(self, owner: int) -> None:
         """Before an optimizer's update: wait for the copies of its tensors, and check that they are
-        clean; whether they are, whoever found it out.
+        clean.
 
         The host waits only until they are enqueued (CPU: made); the device's current stream waits
         for the rest.
         """
-        clean = True
         self._pace.updating()
         for capture in self._open:
             owned = capture.owned.get(owner)
-            if owned is None:
-                continue
-            if not owned.checked:
+            if owned and not owned.checked:
                 owned.ready.wait()
                 for device, end in owned.ends.items():
                     torch.cuda.current_stream(device).wait_event(end)
                 capture.check(owner)
-            clean &= not owned.is_torn
         self._look()
-        return clean
 
     def _look(self) -> None:
         """Whether what is copied by now is clean: nothing is committed before that is known."""
@@ -357,10 +350,6 @@ class Copier:
     def in_order(self, task: Callable[[], None]) -> None:
         """Do it, in another thread, when all that was begun is sealed or given up. Any thread."""
         (self._copied if threading.current_thread() in self._threads else self._queue).put(task)
-
-    def abandon_in_child(self) -> None:
-        """In a forked child, where the copying thread does not exist: hold nothing."""
-        self._open, self._last = [], None
 
     def close(self) -> None:
         """End the copying thread when its queue is empty; hold nothing any more."""

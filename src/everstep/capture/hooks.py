@@ -47,7 +47,6 @@ class Hook:
         self._capture = capture
         self._recorder = recorder
         self._metrics = metrics
-        self._writes_early = False
         self._is_outside = False
         self._is_compiled = False
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
@@ -79,6 +78,7 @@ class Hook:
         """Leave the optimizer alone."""
         if self._overlap:
             self._overlap.before.remove(self._before_backward_updates)
+            self._overlap = None
         for handle in (self._before, self._after):
             handle.remove()
             _ours.discard(handle.id)
@@ -111,40 +111,27 @@ class Hook:
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
         if not callable(closure):
-            self._hold()
-            self._note(rest, kwargs)
+            self._hold(rest, kwargs)
             return None
-        if self._writes_early:
-            self._hold()
 
         def closure_then_hold() -> Any:
             loss = closure()  # forward and backward: the copies may go on meanwhile
-            # Torn: it wrote before it called the closure (SAM does). Once is enough.
-            self._writes_early |= not self._hold()
-            if rest:
-                self._note([_closure_of(loss), *rest[1:]], kwargs)
-            else:
-                self._note(rest, {**kwargs, "closure": _closure_of(loss)})
+            self._hold(*_with(_closure_of(loss), rest, kwargs))
             return loss
 
-        if rest:
-            return (myself, closure_then_hold, *rest[1:]), kwargs
-        return args, {**kwargs, "closure": closure_then_hold}
+        given, named = _with(closure_then_hold, rest, kwargs)
+        return (myself, *given), named
 
     def _before_backward_updates(self) -> None:
         self._late.settle()
         self._capture.await_copies()
         self._recorder.begin_early(self._state)
 
-    def _hold(self) -> bool:
+    def _hold(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Wait for copies of what the update changes, and note what it consumes."""
         began = time.perf_counter()
-        clean = self._capture.hold(self._state.index)
-        self._count(began)
-        return clean
-
-    def _note(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        self._capture.hold(self._state.index)
         if self._recorder.is_on:
-            began = time.perf_counter()
             hooks = reversed(self._optimizer._optimizer_step_pre_hooks)
             if not _is_at_begin(self._before.id, hooks):
                 self._recorder.refuse(
@@ -153,9 +140,6 @@ class Hook:
             if self._is_compiled:  # its last bits are others than those of the plain update
                 self._recorder.refuse(f"the step() of {self._state.name!r} is compiled")
             self._recorder.before_step(self._state, args, kwargs)
-            self._count(began)
-
-    def _count(self, began: float) -> None:
         seconds = time.perf_counter() - began
         self._metrics.hold_seconds += seconds
         self._metrics.stall_seconds += seconds
@@ -168,6 +152,11 @@ class Hook:
 def _is_at_begin(own: int, hooks: Iterable[int]) -> bool:
     """Whether there is nothing before it but others of everstep's."""
     return _ours.issuperset(takewhile(own.__ne__, hooks))
+
+
+def _with(closure: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of step(), with this in the place of its closure."""
+    return ([closure, *args[1:]], kwargs) if args else (args, {**kwargs, "closure": closure})
 
 
 def _closure_of(loss: Any) -> dict[str, Any]:

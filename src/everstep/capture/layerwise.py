@@ -150,16 +150,14 @@ class Layerwise:
 
     def close(self) -> None:
         """Copy nothing any more."""
-        for hook in self._hooks.values():
-            hook.remove()
+        self.remove_hooks()
         self.take(None, {})
         self._thread.shutdown()
 
-    def abandon_in_child(self) -> None:
-        """In a forked child, where the thread does not exist, and the memory is the parent's."""
-        self._lock = threading.Lock()
-        self._slot = self._plan = None
-        self._forget()
+    def remove_hooks(self) -> None:
+        """Look at no gradient any more."""
+        for hook in self._hooks.values():
+            hook.remove()
 
     def _arrive(self, parameter: torch.Tensor) -> None:
         if is_capturing():
