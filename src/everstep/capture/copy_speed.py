@@ -4,12 +4,12 @@ by events on CUDA.
     training stream   begins ─ forward, backward ─ mark │ wait for the copies │ update
     side stream       mark ─ copies ─ mark
 
-A CUDA call returns when its work is enqueued, so that host time tells nothing of it. The marks are
-read when the device has passed them, in a later call of the thread that trains; nobody waits.
+A CUDA call returns when its work is enqueued, so that host time tells nothing of it. The marks
+around a step are read when the device has passed them, in a later call of the thread that trains;
+nobody waits.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ import torch
 
 _NEW = 0.3
 _SIZE_MIN = 1 << 20
-_UNREAD_MAX = 64
 _STEADY = 0.02
 """A mean that changed by a smaller part counts as unchanged: windows leave more room (FILL)."""
 
@@ -31,22 +30,12 @@ def mark(device: torch.device) -> torch.cuda.Event:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a device does between two marks; `size`: bytes that are copied meanwhile."""
+    """What is copied off a device between two marks, in bytes."""
 
     device: torch.device
     begin: torch.cuda.Event
     end: torch.cuda.Event
-    size: int = 0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether its length can be read. Does not block."""
-        return bool(self.begin.query() and self.end.query())
-
-    @property
-    def seconds(self) -> float:
-        """Its length, once it is over."""
-        return float(self.begin.elapsed_time(self.end)) / 1e3
+    size: int
 
 
 class CopySpeed:
@@ -66,9 +55,8 @@ class CopySpeed:
         self._mark = mark
         self._clock = clock
         self._call: tuple[float, Mapping[torch.device, torch.cuda.Event]] | None = None
-        # Bounded: without updates nobody reads.
-        self._unread: deque[tuple[Callable[[list[Span]], None], list[Span]]]
-        self._unread = deque(maxlen=_UNREAD_MAX)
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        """Of a call and the update after it, on each device, until all have passed them."""
 
     def steady(self) -> tuple[float, float]:
         """Return both, as they were when this was asked before if they have hardly changed: what is
@@ -84,50 +72,37 @@ class CopySpeed:
 
     def updating(self) -> None:
         """An update comes next; before anything waits for copies."""
-        self._read()
+        if self._marks and all(each.query() for pair in self._marks for each in pair):
+            # The shortest of several devices: any piece may lie there.
+            self.overlap_s = _mean(self.overlap_s, min(map(_seconds, self._marks)))
+            self._marks = []
         if self._call is None:
             return
         (began, begins), self._call = self._call, None
-        if begins:
-            spans = [Span(device, begin, self._mark(device)) for device, begin in begins.items()]
-            self._unread.append((self._read_overlap, spans))
-        else:
+        if not begins:
             self.overlap_s = _mean(self.overlap_s, self._clock() - began)
+        elif not self._marks:  # else the device is behind, and this step is left out
+            self._marks = [(begin, self._mark(device)) for device, begin in begins.items()]
 
     def copied(self, spans: Iterable[Span], size: int, seconds: float) -> None:
         """All of one capture, of `size` bytes, is there, after `seconds` of host time. `spans`: of
         the copies off CUDA devices; where there are some, the rest is little."""
-        if chosen := list(spans):
-            self._unread.append((self._read_copy, chosen))
-        else:
-            self._note_copy(size, seconds)
-
-    def _note_copy(self, size: int, seconds: float) -> None:
-        if size >= _SIZE_MIN and seconds > 0:  # small ones tell nothing
-            self.bytes_per_s = _mean(self.bytes_per_s, size / seconds)
-
-    def _read(self) -> None:
-        """Note what the devices have finished."""
-        while self._unread:
-            read, spans = self._unread.popleft()
-            if not all(span.is_over for span in spans):
-                self._unread.appendleft((read, spans))
-                return
-            read(spans)
-
-    def _read_overlap(self, spans: list[Span]) -> None:
-        """Note the shortest step of several devices: any piece may lie there."""
-        self.overlap_s = _mean(self.overlap_s, min(span.seconds for span in spans))
-
-    def _read_copy(self, spans: list[Span]) -> None:
-        """Note the slowest of several devices: updates wait for the last copy."""
         totals: dict[torch.device, tuple[int, float]] = {}
         for span in spans:
-            size, seconds = totals.get(span.device, (0, 0.0))
-            totals[span.device] = size + span.size, seconds + span.seconds
-        large = [row for row in totals.values() if row[0] >= _SIZE_MIN and row[1] > 0]
-        if large:
-            self._note_copy(*min(large, key=lambda row: row[0] / row[1]))
+            span.end.synchronize()  # it comes right after what is there
+            known_size, known_s = totals.get(span.device, (0, 0.0))
+            took_s = _seconds((span.begin, span.end))
+            totals[span.device] = known_size + span.size, known_s + took_s
+        # Small ones tell nothing; of several devices the slowest: updates wait for the last copy.
+        rows = [*totals.values()] if totals else [(size, seconds)]
+        if large := [each / took for each, took in rows if each >= _SIZE_MIN and took > 0]:
+            self.bytes_per_s = _mean(self.bytes_per_s, min(large))
+
+
+def _seconds(marks: tuple[torch.cuda.Event, torch.cuda.Event]) -> float:
+    """Between two that the device has passed."""
+    begin, end = marks
+    return float(begin.elapsed_time(end)) / 1e3
 
 
 def _mean(old: float, new: float) -> float:

@@ -21,53 +21,40 @@ _BLOCKS_MAX = 64
 
 
 class Unowned:
-    """These leaves, as they are in a base. For the thread that trains."""
+    """These leaves, as they are in a base. For the thread that trains. The bytes of those on the
+    CPU are cut into equal blocks: the digests of the pieces in each are taken now, and those of one
+    block after the other later on, by a thread of their own."""
 
     def __init__(self, leaves: Iterable[Leaf], turn: int) -> None:
         """`turn`: other numbers look at other bytes first."""
         self._leaves = {leaf.entry: leaf.tensor for leaf in leaves}
-        rows = [Leaf(entry, tensor) for entry, tensor in self._leaves.items()]
-        self._fingerprint = Fingerprint(rows, turn, follows=True)
+        named = [Leaf(entry, tensor) for entry, tensor in self._leaves.items()]
+        self._fingerprint = Fingerprint(named, turn, follows=True)
         self._changed: set[str] = set()
-        self._blocks = _Blocks(rows)
+        here = [(entry, local_of(tensor).detach()) for entry, tensor in self._leaves.items()]
+        here = [row for row in here if row[1].is_cpu and fills_memory(row[1])]
+        self._names = [name for name, _ in here]
+        self._row = Row([tensor for _, tensor in here])
+        self._count = min(_BLOCKS_MAX, -(-self._row.size // _BLOCK_BYTES))
+        self._known: list[list[bytes]] = []
+        self._next = 0
+        self._thread = ThreadPoolExecutor(1, "everstep-unowned")
+        self._looking = self._begin(self._digest_all) if self._count else None
 
     def changed(self, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
         """Return those of the leaves that are not shown to be as they are in the base. Also those
-        that were found before, and tensors that the base does not have."""
+        that were found before, and tensors that the base does not have. Does not wait: the thread
+        has looked at the next block by a later call."""
         self._changed.update(self._fingerprint.changed())
-        self._changed.update(self._blocks.next_changed())
+        if self._looking and self._looking.done():
+            self._changed.update(self._looking.result())
+            number, self._next = self._next, (self._next + 1) % self._count
+            self._looking = self._begin(lambda: self._look(number))
         return tuple(
             leaf
             for leaf in leaves
             if leaf.entry in self._changed or self._leaves.get(leaf.entry) is not leaf.tensor
         )
-
-
-class _Blocks:
-    """The bytes of some tensors on the CPU, cut into equal blocks: the digests of the pieces in
-    each at construction, and those of one block after the other later on, by a thread of their
-    own."""
-
-    def __init__(self, leaves: Iterable[Leaf]) -> None:
-        rows = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in leaves]
-        found = [row for row in rows if row[1].is_cpu and fills_memory(row[1])]
-        self._names = [name for name, _ in found]
-        self._row = Row([tensor for _, tensor in found])
-        self._count = min(_BLOCKS_MAX, -(-self._row.size // _BLOCK_BYTES))
-        self._known: list[list[bytes]] = []
-        self._next = 0
-        self._thread = ThreadPoolExecutor(1, "everstep-unowned")
-        self._changed = self._begin(self._digest_all) if self._count else None
-
-    def next_changed(self) -> list[str]:
-        """Return the names of the tensors in blocks that were found to differ; look at the next
-        block. Does not wait: the thread's last look tells of the calls before."""
-        if self._changed is None or not self._changed.done():
-            return []
-        found, number = self._changed.result(), self._next
-        self._changed = self._begin(lambda: self._look(number))
-        self._next = (number + 1) % self._count
-        return found
 
     def _begin(self, work: Callable[[], list[str]]) -> Future[list[str]] | None:
         """None: the program is ending, and with it all pools."""
