@@ -70,7 +70,7 @@ class Choice:
         lost = self.run.trust.lost
         if lost and not self._is_lost:
             self._strategy.break_off()
-            self._strategy = Spread(self.run, self._every, why_whole=lost)
+            self._strategy = Spread(self.run, self._every)
             self._is_lost, self._is_open = True, False
             self.reason = self.reason and f"full: {lost}"
         return self._strategy

@@ -22,7 +22,6 @@ from everstep.keeper.ranks.node_save import place_of
 SLOTS = 3
 SLOTS_MIN = 2
 """So that one good copy is whole while the next one is made."""
-BUDGET_FORMULA = "3 slots where they fit into half of the available memory (of all ranks), else 2"
 _STILL_SLACK_BYTES = 2 * (STILL_GROUPS + 1) * PAGE_BYTES
 """In each image, for packs more: what is seen not to change gets its own (still.py)."""
 _DOCUMENT_SLACK_BYTES = 1 << 20
@@ -42,7 +41,8 @@ class Pool:
     """The arena in use, those that are being retired, and who may write where. Thread-safe."""
 
     def __init__(self, client: Client, budget: int | None) -> None:
-        """`budget`: bytes of host memory for captures; None: BUDGET_FORMULA."""
+        """`budget`: bytes of host memory for captures; None: of SLOTS where these fit into half of
+        the available memory (of all ranks), else of SLOTS_MIN."""
         self._client = client
         self._budget = budget
         self._chosen_budget = budget
@@ -59,12 +59,10 @@ class Pool:
     def describe(self) -> dict[str, object]:
         """What `everstep show` prints of the memory."""
         arena = self._current[1] if self._current else None
-        formula = BUDGET_FORMULA if self._budget is None else "given by the user"
         return {
             "slots": arena.slot_count if arena else 0,
             "arena_bytes": arena.size if arena else 0,
             "budget_bytes": self._chosen_budget,
-            "formula": formula,
         }
 
     def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
@@ -248,17 +246,10 @@ def _fits(arena: Arena, image: int, documents: int) -> bool:
 
 def _clear_gaps(arena: Arena, slot: int, plan: Plan) -> None:
     """Zero the padding: another plan's bytes may lie there."""
-    image = arena.image(slot)
-    starts = [start for start, _ in plan.headers()] + [plan.layout.size]
-    used = [(start, start + len(header)) for start, header in plan.headers()]
-    for spec in plan.layout.specs:
-        offset = plan.offsets[spec.entry]
-        used.append((offset, offset + spec.size))
-    used.sort()
-    if not used:  # no tensor at all
-        return
-    ends = [end for _, end in used]
-    nexts = [start for start, _ in used[1:]] + [starts[-1]]
-    for end, following in zip(ends, nexts, strict=True):
-        if following > end:
-            image[end:following] = bytes(following - end)
+    used = [(start, len(header)) for start, header in plan.headers()]
+    used += [(plan.offsets[spec.entry], spec.size) for spec in plan.layout.specs]
+    image, at = arena.image(slot), 0
+    for start, size in (*sorted(used), (plan.layout.size, 0)):
+        if start > at:
+            image[at:start] = bytes(start - at)
+        at = max(at, start + size)

@@ -49,16 +49,12 @@ _AHEAD = 2
 class Spread:
     """Decides at each step what is copied. For the thread that trains."""
 
-    def __init__(
-        self, run: Run, every: int, window: int | None = None, why_whole: str | None = None
-    ) -> None:
+    def __init__(self, run: Run, every: int, window: int | None = None) -> None:
         """`every`: the steps that are due are its multiples. `window`: steps of one; None: chosen
-        by what was measured, of several ranks by the first, up to two windows before. `why_whole`:
-        why windows have one step from now on."""
+        by what was measured, of several ranks by the first, up to two windows before."""
         self._run = run
         self._every = every
         self._fixed = window
-        self._why_whole = why_whole
         self._window: Window | None = None
         self._chain: Chain | None = None
         """What the window's records go on from."""
@@ -129,7 +125,7 @@ class Spread:
         """See Strategy."""
         size = self._size()
         chosen: dict[str, Any] = {"strategy": "spread" if size > 1 else "full", "window": size}
-        if self._fixed != 1 and (why := self._why_undivided()):
+        if self._fixed != 1 and (why := self._run.why_undivided()):
             chosen["reason"] = why
         pace = self._run.pace
         chosen["copy_bytes_per_s"] = round(pace.bytes_per_s)
@@ -140,12 +136,9 @@ class Spread:
         self._due = -(-step // self._every) * self._every
         return self._due
 
-    def _why_undivided(self) -> str | None:
-        return self._why_whole or self._run.why_undivided()
-
     def _size(self) -> int:
         """Steps of the next window, which is chosen once."""
-        if 1 in (self._every, self._fixed) or self._walk is None or self._why_undivided():
+        if 1 in (self._every, self._fixed) or self._walk is None or self._run.why_undivided():
             return 1
         if self._fixed is not None:
             return min(self._fixed, self._every)

@@ -34,9 +34,6 @@ from everstep.state.view import Collected, Walk
 RECORD_OWNER = -1
 """No optimizer: its tensors are copied lazily, and no update is held for them."""
 
-_FREE_BYTES = 64 << 10
-"""Of tensors in objects: generators have some in each state."""
-
 
 @dataclass(frozen=True, slots=True)
 class Thinned:
@@ -162,7 +159,8 @@ class Run:
     def why_undivided(self) -> str | None:
         """Why a state is copied at one step now, and not over a window. Of several ranks the same
         on all of them, once the state was collected."""
-        return self.coupling or why_undivided(self.optimizers) or self.ranks.why_whole()
+        lost = self.trust.lost or self.coupling
+        return lost or why_undivided(self.optimizers) or self.ranks.why_whole()
 
     def figures(self, walk: Walk, pieces: list[Piece]) -> Figures:
         """By which a window of these pieces is chosen, as this process has measured them."""
@@ -346,7 +344,5 @@ def unowned(leaves: Iterable[Leaf]) -> list[Leaf]:
 
 
 def size_of(collected: Collected) -> int:
-    """Bytes of a whole state. Tensors met in objects (a state_dict(), a value) count where they are
-    many."""
-    loose = sum(leaf.tensor.nbytes for leaf in collected.loose)
-    return sum(leaf.tensor.nbytes for leaf in collected.walk.leaves) + max(0, loose - _FREE_BYTES)
+    """Bytes of a whole state."""
+    return sum(leaf.tensor.nbytes for leaf in (*collected.walk.leaves, *collected.loose))
