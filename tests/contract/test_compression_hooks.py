@@ -115,8 +115,6 @@ def test_what_is_refused(stores):
         everstep.compress(model, "topk", residual="nowhere")
     with pytest.raises(ValueError, match="floating"):
         everstep.compress(model, "topk", residual_dtype=torch.int8)
-    with pytest.raises(ValueError, match="torch's own powerSGD_hook"):
-        everstep.compress(model, "powersgd")
     for kind in ("fp16", "topk"):
         with pytest.raises(TypeError, match="warm_start"):
             everstep.compress(model, kind, warm_start=False)

@@ -55,10 +55,10 @@ def test_by_way_of_a_record(kind, layout):
     found = form(kind, LAID_OUT[layout])
     said = {"compressed": compression.describe({"w": found, "v": found})}
     tensors = found.tensors("@0", "w") | found.tensors("@0", "v")
-    like = tuple(LAID_OUT[layout].shape), LAID_OUT[layout].device
+    like = LAID_OUT[layout]
     groups = compression.by_parameter(said)
     for name in ("w", "v"):
-        gradient = compression.gradient_of(tensors, "@0", name, *like, groups[name])
+        gradient = compression.gradient_of(tensors, "@0", name, like, groups[name])
         assert gradient.stride() == LAID_OUT[layout].stride()
         torch.testing.assert_close(gradient, expected(found), rtol=1e-6, atol=1e-6)
         assert torch.equal(gradient, found.expand())
@@ -68,8 +68,8 @@ def test_by_way_of_a_record(kind, layout):
         assert not found.makes(gradient.clone().fill_(1), torch.tensor(0.5), True)
         assert not found.makes(gradient.double(), None, False)
         assert not found.makes(gradient.t() if gradient.dim() == 2 else gradient[1:], None, False)
-    assert compression.gradient_of(tensors, "@1", "w", *like, groups["w"]) is None
-    assert torch.equal(compression.gradient_of(tensors, "@0", "w", *like, {}), found.tensor)
+    assert compression.gradient_of(tensors, "@1", "w", like, groups["w"]) is None
+    assert torch.equal(compression.gradient_of(tensors, "@0", "w", like, {}), found.tensor)
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_by_way_of_a_record(kind, layout):
     ],
 )
 def test_nonsense_is_refused(change):
-    like = (6, 4), torch.device("cpu")
+    like = torch.empty(6, 4)
     group = {"form": "sparse", "dtype": "float32", "names": ["w"]} | change
     tensors = {"@0.w": torch.randn(1, 3), "@0!indices.w": torch.tensor([[0, 1, 24]])}
     with pytest.raises(REFUSED):
         compression.gradient_of(
-            tensors, "@0", "w", *like, compression.by_parameter({"compressed": [group]})["w"]
+            tensors, "@0", "w", like, compression.by_parameter({"compressed": [group]})["w"]
         )

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,15 +22,11 @@ from everstep.sharding import layout
 from everstep.sharding.leaves import fills_memory
 from everstep.state.fingerprint import memory_digest
 
+if TYPE_CHECKING:
+    from everstep.redo.compression import CompressedGradient
+
 ROOM_PART = 0.5
 """Of a device's free memory, the most that copies of gradients may take: training comes first."""
-
-
-class Sent(Protocol):
-    """What a communication hook has sent of a gradient."""
-
-    def makes(self, gradient: Tensor, coefficient: Tensor | None, foreach: bool) -> Tensor:
-        """Returns whether that comes of it, multiplied so, bit for bit: 0-d, on its device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +39,7 @@ class Origin:
     `foreach`: by torch's multi-tensor kernel.
     """
 
-    source: Tensor | Sent
+    source: "Tensor | CompressedGradient"
     coefficient: Tensor | None = None
     foreach: bool = False
     clipped: TensorWeakRef | None = None
@@ -72,7 +68,7 @@ def is_recording() -> bool:
     return bool(_recordings) and not torch.compiler.is_compiling() and not is_capturing()
 
 
-def note(parameter: Tensor, sent: Sent) -> None:
+def note(parameter: Tensor, sent: "CompressedGradient") -> None:
     """A hook has made this parameter's gradient of that. For threads of the backward pass."""
     _origins[parameter] = Origin(sent)
 

@@ -162,16 +162,17 @@ def gradient_of(
     tensors: Mapping[str, Tensor],
     at: str,
     name: str,
-    shape: tuple[int, ...],
-    device: torch.device,
+    parameter: Tensor,
     said: Mapping[str, Any],
 ) -> Tensor | None:
-    """The gradient that a record has for a parameter of that shape, dense and clipped, on that
-    device; None where it has none. `said`: of it, by `by_parameter`. One that is not compressed is
-    clipped in place, as training did."""
+    """The gradient that a record has for a parameter of that shape, dense and clipped, on its
+    device; None where it has none (a DTensor's: of all ranks, where it has not `has_shape`).
+    `said`: of it, by `by_parameter`. One that is not compressed is clipped in place, as training
+    did. Raises KeyError where something is missing."""
     made = tensors.get(f"{at}.{name}", tensors.get(raw_name(at, name)))
     if made is None:
         return None
+    shape, device = tuple(parameter.shape), parameter.device
     made = made.to(device)
     if "form" in said:
         beside = tensors.get(_beside_name(said["form"], at, name))
@@ -440,12 +441,6 @@ def compress(model: DistributedDataParallel, kind: str, **options: Any) -> Compr
     """
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"compress() wants a DistributedDataParallel, not a {type(model).__name__}")
-    if kind == "powersgd":
-        raise ValueError(
-            "compress() has no 'powersgd'. Use 'bf16', 'fp16', 'int8' or 'topk', or register "
-            "torch's own powerSGD_hook (torch.distributed.algorithms.ddp_comm_hooks): its "
-            "gradients are recorded dense, and its memory is in no checkpoint"
-        )
     kinds: dict[str, type[Compression]]
     kinds = {**dict.fromkeys(_CASTS, _Cast), "int8": _Int8, "topk": _TopK}
     if kind not in kinds:

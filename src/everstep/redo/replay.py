@@ -189,7 +189,10 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     unlike = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
         own = unlike.get(name, {})
-        parameter.grad = _gradient_of(record.tensors, at, name, parameter, own)
+        gradient = compression.gradient_of(record.tensors, at, name, parameter, own)
+        if gradient is not None and not compression.has_shape(own):
+            gradient = _part_of(parameter, gradient)
+        parameter.grad = None if gradient is None else with_local(parameter, gradient)
     for index, values in call.sets.items():
         install(state.optimizer, index, values)
     spread_hyperparameters(state.optimizer)
@@ -199,22 +202,6 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
         args=[_closure(value, gradients) for value in call.args],
         kwargs={key: _closure(value, gradients) for key, value in call.kwargs.items()},
     )
-
-
-def _gradient_of(
-    tensors: Mapping[str, torch.Tensor],
-    at: str,
-    name: str,
-    parameter: torch.Tensor,
-    said: Mapping[str, Any],
-) -> torch.Tensor | None:
-    """What a call consumed of this parameter; None where it had no gradient. `said`: of it, by
-    `compression.by_parameter`. Raises KeyError where something is missing."""
-    shape, device = tuple(parameter.shape), parameter.device
-    local = compression.gradient_of(tensors, at, name, shape, device, said)
-    if local is not None and not compression.has_shape(said):
-        local = _part_of(parameter, local)
-    return None if local is None else with_local(parameter, local)
 
 
 def _part_of(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:

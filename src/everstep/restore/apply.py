@@ -23,7 +23,7 @@ from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
 from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, is_same_memory
 from everstep.restore.load import Loader
-from everstep.restore.rebuild import rebuilt
+from everstep.restore.rebuild import Rebuilt
 from everstep.restore.records import Records
 from everstep.restore.streams import read_stream
 from everstep.sharding.layout import shards_of
@@ -71,8 +71,7 @@ class Restore:
         log that cannot be replayed beside the state.
         """
         state, world = self.state, self.state.world
-        describe = partial(self.candidate.describe, in_outline=True)
-        chain = world.together("reading the manifest", describe)
+        chain = world.together("reading the manifest", self.candidate.describe)
         if not chain.replayed:
             self._check_exact(chain, [])
             self._place(chain.base)
@@ -253,7 +252,7 @@ class Restore:
                 f"its own (derive=), which runs in the whole state alone, where no parameter is "
                 f"several tensors. Restore all of it there, or parts without {taken[0]!r}"
             )
-        found = rebuilt(candidate, chain, self.loader)
+        found = Rebuilt(candidate, chain, self.loader).tensors
         fill_from_live({name: shards_of(tensor)[1] for name, tensor in found.items()}, wanted)
         placement.finish()
 

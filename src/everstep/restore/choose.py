@@ -65,9 +65,9 @@ class Candidate:
     near: Mapping[str, Source] = field(default_factory=dict)
     """By the paths of packs, where they lie nearer than in their files."""
 
-    def describe(self, *, in_outline: bool = False) -> Chain:
-        """What it is rebuilt from: the state from memory, where it is held. `in_outline`: a whole
-        state by `outline`. Raises Missing, Corrupt."""
+    def describe(self) -> Chain:
+        """What it is rebuilt from: the state from memory, where it is held; one that nothing goes
+        on from by `outline`. Raises Missing, Corrupt."""
         if self.held:
             held = Described(self.held.manifest, [self.held.table])
             held.check("memory")
@@ -75,10 +75,8 @@ class Candidate:
         self._manifests.clear()
         for manifest in catalog.followed(self.disk, self.name):
             self._manifests.insert(0, manifest)
-        if in_outline and len(self._manifests) == 1:
-            return Chain(self.outline(self._manifests[0]), [])
-        base, *logs = map(self.read, self._manifests)
-        return Chain(base, logs)
+        base, *logs = self._manifests
+        return Chain(self.read(base) if logs else self.outline(base), [*map(self.read, logs)])
 
     def outline(self, manifest: Manifest) -> Described:
         """A state, as far as its index tells, if it has one: tables are read by `versions`. Raises

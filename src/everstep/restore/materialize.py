@@ -20,7 +20,7 @@ from everstep.keeper.writer import Writer
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.load import Loader
-from everstep.restore.rebuild import rebuilt
+from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.store import catalog, commit
 from everstep.tiers.tier import Tier
@@ -55,7 +55,7 @@ def _materialize(disk: Tier, name: CheckpointName) -> Manifest:
         raise Unsupported(f"materialising {name} of {disk.root}: it is a whole state already")
     chain.check_unruled(f"materialising {name} of {disk.root}")
     with Loader() as loader:
-        tensors = rebuilt(candidate, chain, loader)
+        tensors = Rebuilt(candidate, chain, loader).tensors
     layout, table = described(chain, tensors)
     image = Image(parse(table), list(packs_of(layout, tensors)))
     return publish(disk, chain, image, chain.why_inexact)

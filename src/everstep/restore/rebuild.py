@@ -181,11 +181,6 @@ def _on_cpu() -> AbstractContextManager[object]:
     return nullcontext() if is_so else torch.device("cpu")
 
 
-def rebuilt(candidate: Candidate, chain: Chain, loader: Loader) -> dict[str, torch.Tensor]:
-    """The tensors of the state after the last record, by name; blocks. See Rebuilt."""
-    return Rebuilt(candidate, chain, loader).tensors
-
-
 def _key_of(log: Described) -> tuple[str | None, ...]:
     """The same of steps that have the same tables."""
     return tuple(part.table.digest for part in log.manifest.all_parts)

@@ -26,7 +26,7 @@ from everstep.restore.chain import Chain, objects_tensors
 from everstep.restore.choose import Candidate
 from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, gathered
 from everstep.restore.load import Loader
-from everstep.restore.rebuild import rebuilt
+from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import Leaf
 from everstep.tiers.tier import Tier
@@ -48,13 +48,13 @@ class Whole:
         Corrupt; Unsupported for a log that only its own program can replay."""
         self.name, self.disk, self._loader = name, disk, loader
         self._candidate = here = Candidate(name, disk)
-        chain = Chain(here.outline(state), []) if state else here.describe(in_outline=True)
+        chain = Chain(here.outline(state), []) if state else here.describe()
         self.manifest: Manifest = chain.last.manifest
         self._base = chain.base
         self._replayed: dict[str, torch.Tensor] | None = None
         if chain.replayed:
             chain.check_unruled(f"reading {name} of {disk.root}")
-            self._replayed = rebuilt(here, chain, loader)
+            self._replayed = Rebuilt(here, chain, loader).tensors
         if differing := chain.why_inexact:
             log.warning(
                 "reading %s of %s: it may not be just what the run had: %s",
