@@ -104,8 +104,6 @@ class Choice:
                     "everstep.Log(layerwise=True) and several ranks: their gradients are reduced "
                     "after they are there. Leave layerwise= out"
                 )
-            if how.replica:
-                self._check_replica()
             return Log(self.run, self._base_every, self._derived)
         if how is None and why:
             self._is_open, self.reason = False, f"full: {why}"
@@ -123,17 +121,13 @@ class Choice:
             )
         return Spread(self.run, self._every, how.window if how else None)
 
-    def _check_replica(self) -> None:
-        """Raises Unsupported, on all ranks."""
-        why = why_no_replica(self._state.optimizers, self._derived)
-        whys = self._state.world.gather("choosing a replica", why)
-        if found := next(filter(None, whys), None):
-            raise Unsupported(f"everstep.Log(replica=True): {found}. Leave replica= out")
-
     def _why_no_log(self, how: options.Log) -> str | None:
         why = why_not_allowed(self._state.optimizers, self._state.modules, how.optimizers)
         if why is None and self._derived.parts and self.run.ranks.is_on_nodes:
             return "derive= and ranks on several nodes do not go together with a log"
+        if why is None and how.replica:
+            found = why_no_replica(self._state.optimizers, self._derived)
+            why = found and f"it cannot have a replica (leave replica= out): {found}"
         return why or self._derived.why_no_log()
 
 

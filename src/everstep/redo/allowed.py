@@ -127,13 +127,6 @@ def _coupling(optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
-def check_graphs(optimizers: Iterable[OptimizerState]) -> None:
-    """Raises Unsupported where updates may come from a CUDA graph."""
-    for state in optimizers:
-        if state.is_graphed:
-            raise Unsupported(f"updates of {state.name!r} may come from a CUDA graph, unseen")
-
-
 def part_here(
     name: str, parameter: torch.Tensor, gradient: torch.Tensor, kind: str
 ) -> torch.Tensor:

@@ -26,11 +26,7 @@ from torch.amp.grad_scaler import GradScaler
 from everstep.errors import Unsupported
 from everstep.format.tables import raw_name
 from everstep.redo import clipping, compression
-from everstep.redo.allowed import (
-    Overwritten,
-    check_graphs,
-    part_here,
-)
+from everstep.redo.allowed import Overwritten, part_here
 from everstep.redo.ambient import autocast_now, drawn_since, generators_now
 from everstep.redo.rolling_digest import RollingDigests, Slice
 from everstep.sharding.layout import is_dtensor, local_of
@@ -252,8 +248,9 @@ class Recorder:
     def take(self) -> Taken:
         """What came since the last `take`, which is forgotten here. Raises Unsupported where it is
         no record."""
-        check_graphs(self._optimizers)
         for optimizer in self._optimizers:
+            if optimizer.is_graphed:
+                self.refuse(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
             self._is_untouched(optimizer)
         for call in self._calls:
             self._check_held(call)
