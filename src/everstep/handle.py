@@ -64,13 +64,12 @@ class SaveHandle:
         """Why it does not come to a further level."""
         self.level: str | None = None
         self.error: EverstepError | None = None
-        self.times: dict[str, float] = {}
+        self.times = {"called": time.monotonic()}
         """time.monotonic() of the call (under "called") and at which each level was reached."""
         self.bytes: int | None = None
         """That were written for it, once it is local."""
         self._confirm: Callable[[], str | None] | None = None
         self._changed = threading.Condition()
-        self.times["called"] = time.monotonic()
 
     def done(self) -> bool:
         """Whether it has come as far as it will: durable, or failed."""

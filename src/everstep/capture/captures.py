@@ -232,9 +232,8 @@ class Captures:
         streams = {}
         if captured.commits:
             streams = self._streams.take(handle.step, self.epoch, self._metrics.failures)
-        sequence = self.pool.next_sequence()
         said = self._describe(captured, request) | {"call": handle.call}
-        capture = self._copier.begin(handle, sequence, captured, plan, slot, said, early)
+        capture = self._copier.begin(handle, captured, plan, slot, said, early)
         capture.streams = streams
         try:
             self.strategy.begun(captured, handle)
@@ -346,7 +345,7 @@ class Captures:
         self._descriptor_size = len(capture.descriptor)
         slot.arena.announce(slot.index, capture.row, capture.plan.table, capture.descriptor)
         self._client.submit(slot.key, self._metrics.figures())
-        return lambda count: self._client.tell_copied(capture.sequence, count)
+        return lambda count: self._client.tell_copied(slot.sequence, count)
 
     def _seal(self, capture: Capture) -> None:
         """All is copied: hand it to the keeper, or to the next one. Sealing thread."""

@@ -99,7 +99,6 @@ class Capture:
     """
 
     handle: SaveHandle
-    sequence: int
     slot: Slot
     plan: Plan
     description: dict[str, Any]
@@ -139,7 +138,7 @@ class Capture:
     def row(self) -> Row:
         """Its row in the job table."""
         sizes = self.plan.layout.size, len(self.plan.table), len(self.descriptor)
-        return Row(self.sequence, self.step, *sizes)
+        return Row(self.slot.sequence, self.step, *sizes)
 
     def note_copied(self) -> None:
         """All of it has arrived, or it is given up. Copying thread."""
@@ -230,7 +229,6 @@ class Copier:
     def begin(
         self,
         handle: SaveHandle,
-        sequence: int,
         captured: Captured,
         plan: Plan,
         slot: Slot,
@@ -266,7 +264,6 @@ class Copier:
         begins = {device: mark(device) for device in lazy}
         return Capture(
             handle,
-            sequence,
             slot,
             plan,
             description,

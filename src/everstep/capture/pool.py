@@ -30,11 +30,12 @@ _LOOK_S = 0.2
 
 @dataclass(slots=True)
 class Slot:
-    """A slot that a capture may fill."""
+    """A slot that a capture may fill, which is the job of that number: rising, over all arenas."""
 
     key: str
     arena: Arena
     index: int
+    sequence: int
 
 
 class Pool:
@@ -87,11 +88,6 @@ class Pool:
         self._current, self._retired, self.lent = None, [], None
         self._plans.clear()
 
-    def next_sequence(self) -> int:
-        """The number of the next job: rising, over all arenas."""
-        self._sequence += 1
-        return self._sequence
-
     def acquire(self, plan: Plan, descriptor_size: int, *, waits: bool) -> Slot | None:
         """A slot for this plan, in state CAPTURING and with its headers in place.
 
@@ -112,7 +108,8 @@ class Pool:
                 if not self._wait(since):
                     return None
                 self._await_keeper(since)
-            slot = self.lent = Slot(key, arena, index)
+            self._sequence += 1
+            slot = self.lent = Slot(key, arena, index, self._sequence)
             arena.set_state(index, SlotState.CAPTURING)
         if self._plans.get((key, index)) is not plan:
             self._plans.pop((key, index), None)  # should an interrupt come in the midst of it

@@ -90,7 +90,7 @@ class Saves:
     def begin(self, capture: Capture) -> None:
         """The capture is about to be copied."""
         capture.handle.confirm_with(capture.await_check)
-        self._begun[capture.sequence] = capture
+        self._begun[capture.slot.sequence] = capture
 
     @property
     def pending(self) -> bool:
@@ -183,7 +183,7 @@ class Saves:
         try:
             problem = capture.await_check()
         finally:
-            self._client.confirm(capture.sequence, problem)
+            self._client.confirm(capture.slot.sequence, problem)
         if problem:  # not left to the keeper's answer, which may be lost with it
             self._note_torn(capture, problem)
             self.fail(capture.handle, Unsupported(problem))
@@ -267,7 +267,7 @@ class Saves:
 
     def _note_torn(self, capture: Capture, problem: str) -> None:
         """Another keeper that asks again is told, too."""
-        self._torn[capture.sequence] = problem
+        self._torn[capture.slot.sequence] = problem
         for sequence in list(self._torn)[:-_TORN_MAX]:
             del self._torn[sequence]
 
@@ -282,7 +282,7 @@ class Saves:
 
     def forget(self, capture: Capture) -> None:
         """Nothing more comes of it. Any thread."""
-        if self._begun.pop(capture.sequence, None):
+        if self._begun.pop(capture.slot.sequence, None):
             capture.handle.confirm_with(None)  # one that is kept must not keep the arena
         self._pool.notify()
 

@@ -185,7 +185,7 @@ def _prepare(record: Loaded, at: str, said: Mapping[str, Any], state: OptimizerS
     def tensor(name: str, _: str) -> torch.Tensor:
         return record.tensors[name]
 
-    call = _read(said, record.groups[said["optimizer"]], state, tensor)
+    call = _read(record.step, said, record.groups[said["optimizer"]], state, tensor)
     unlike = compression.by_parameter(said)
     for _, name, parameter, _ in state.parameters():
         own = unlike.get(name, {})
@@ -231,7 +231,7 @@ def check(
         return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
     with as_stored(step):
-        call = _read(said, groups, state, tensor)
+        call = _read(step, said, groups, state, tensor)
         if "cpu" in call.generators:
             check_generator(torch.default_generator, call.generators["cpu"])
         for row in said.get("clips", ()):
@@ -250,18 +250,27 @@ def check(
 
 
 def _read(
+    step: int,
     said: Mapping[str, Any],
     groups: Mapping[str, int],
     state: OptimizerState,
     tensor: Callable[[str, str], torch.Tensor],
 ) -> _Call:
-    """A call, without gradients; closures are as they were stored."""
-    sets: dict[int, dict[str, Any]] = {}
+    """A call, without gradients; closures are as they were stored. Raises Mismatch where a group
+    has parameters that had different hyperparameters then."""
+    stored, numbers = said["sets"], dict[int, int]()
     for index, name, _, _ in state.parameters():
-        # Every parameter of a group has the same set: restore.records has checked that.
-        if index not in sets:
-            values = said["sets"][groups[name]].items()
-            sets[index] = {key: decode(value, tensor) for key, value in values}
+        one, other = numbers.setdefault(index, groups[name]), groups[name]
+        if one != other and repr(stored[one]) != repr(stored[other]):
+            raise Mismatch(
+                f"replaying step {step}: a group of {state.name!r} has parameters that had "
+                f"different hyperparameters then (its groups {sorted((one, other))}). Build the "
+                f"state as it was"
+            )
+    sets = {
+        index: {key: decode(value, tensor) for key, value in stored[number].items()}
+        for index, number in numbers.items()
+    }
     args, kwargs = decode(said.get("arguments", [[], {}]), tensor)
     scaler = decode(said.get("scaler", {}), tensor)
     return _Call(

@@ -35,7 +35,8 @@ DERIVED_OWNER = -3
 """Owns what rules derive, as far as digests go."""
 
 PREFIX = "@0!digest"
-"""Begins their names: `@0!digest.<part>` for the CPU, `@0!digest!<n>.<part>` for the n-th GPU."""
+"""Begins their names: `@0!digest.<part>` for the CPU, `@0!digest!<n>.<part>` for the n-th GPU of
+those that have any of it; then, of several, comes the rank."""
 
 BYTES_PER_S = 1e8
 """Digested for each second of a step: at 10 GB/s that is one percent of it."""
@@ -113,9 +114,9 @@ class Slice:
         self._sums = {
             device: torch.empty(1, dtype=torch.int64, device=device) for device in rows.on_gpus
         }
-        named = {name_of(part, None): self._head}
+        named = {f"{PREFIX}.{part}": self._head}
         for position, found in enumerate(self._sums.values()):
-            named[name_of(part, position)] = found.view(torch.uint8)
+            named[f"{PREFIX}!{position}.{part}"] = found.view(torch.uint8)
         self.leaves = tuple(
             Leaf(name if rank is None else own_name(name, rank), tensor, DIGEST_OWNER)
             for name, tensor in named.items()
@@ -139,12 +140,6 @@ class Slice:
         count = 0 if self._fingerprint.changed() else self._count
         head = _HEAD.pack(count, self._number, digest)
         self._head.copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-
-
-def name_of(part: str, position: int | None) -> str:
-    """The name of a digest in a record: for the CPU, or the n-th GPU of those that have any of it;
-    without the rank."""
-    return f"{PREFIX}.{part}" if position is None else f"{PREFIX}!{position}.{part}"
 
 
 def known_digests(

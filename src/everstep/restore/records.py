@@ -1,14 +1,13 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from everstep.errors import Mismatch
 from everstep.format.global_tensors import Described, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
@@ -16,7 +15,6 @@ from everstep.redo import compression
 from everstep.redo.replay import (
     Comparison,
     Loaded,
-    as_stored,
     check,
     find,
     of_rank,
@@ -81,8 +79,7 @@ class Records:
         self._since = _steps_of(chain.base)
         self._rows = chain.records
         self._united: dict[tuple[int, ...], _United] = {}
-        """By the id() of tables, as are those below: they are held in it."""
-        self._merged: dict[tuple[tuple[int, ...], str], list[set[int]]] = {}
+        """By the id() of tables, which are held in it."""
         self._owners: dict[str, torch.Tensor] = {}
         """The parameters, by name."""
         for state in optimizers.values():
@@ -130,12 +127,7 @@ class Records:
         united = self._unite(tables)
         for number, call in enumerate(record.calls):
             state = find(record.step, call, self._optimizers)
-            key = tuple(map(id, tables)), state.name
-            with as_stored(record.step):
-                groups = united.groups[state.name]
-                if key not in self._merged:
-                    self._merged[key] = _merged(state, groups)
-                _check_sets(record.step, call, state, self._merged[key])
+            groups = united.groups.get(state.name, {})
             said = of_rank(call, self._world.rank, self._world.size)
             check(record.step, f"@{number}", said, groups, state, united.tensors)
 
@@ -144,7 +136,6 @@ class Records:
         if key not in self._united:
             if len(self._united) >= _TABLES_MAX and not self._waiting:
                 self._united.clear()
-                self._merged.clear()
             self._united[key] = _United.of(tables)
         return self._united[key]
 
@@ -238,26 +229,6 @@ def _steps_of(base: Described) -> dict[str, int]:
         for name in (entry.spec.name, *entry.aliases)
         if not is_own(name)
     }
-
-
-def _merged(state: OptimizerState, groups: Mapping[str, int]) -> list[set[int]]:
-    """The groups of then whose parameters stand in one group now."""
-    members: dict[int, set[int]] = {}
-    for index, name, _, _ in state.parameters():
-        members.setdefault(index, set()).add(groups[name])
-    return [numbers for numbers in members.values() if len(numbers) > 1]
-
-
-def _check_sets(
-    step: int, call: Mapping[str, Any], state: OptimizerState, merged: Iterable[set[int]]
-) -> None:
-    for numbers in merged:
-        if len({repr(call["sets"][number]) for number in numbers}) > 1:
-            raise Mismatch(
-                f"replaying step {step}: a group of {state.name!r} has parameters that had "
-                f"different hyperparameters then (its groups {sorted(numbers)}). Build the state "
-                f"as it was"
-            )
 
 
 def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:
