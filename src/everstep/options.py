@@ -209,20 +209,16 @@ class Tiers:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The arguments of Checkpointer that have these names; checked when this is made.
-
-    strategy: of those who say "auto" None.
-    """
+    """The arguments of Checkpointer that have these names, checked. strategy: of "auto" None."""
 
     every: int
     strategy: Full | Spread | Log | None
-    keep: Keep | None
     memory_bytes: int | None
     when_full: str
 
     @classmethod
     def of(
-        cls, every: int, strategy: object, keep: Keep | None, memory: int | None, when_full: str
+        cls, every: int, strategy: object, keep: object, memory: int | None, when_full: str
     ) -> "Options":
         """Of what a user gave. Raises ValueError, TypeError."""
         named = {"auto": None, "full": Full(), "spread": Spread(), "log": Log()}
@@ -232,17 +228,14 @@ class Options:
                 f"strategy must be 'auto', 'full', 'spread', 'log', or an everstep.Full, Spread or "
                 f"Log, not {strategy!r}"
             )
-        return cls(every, chosen, keep, memory, when_full)
-
-    def __post_init__(self) -> None:
-        """Raises ValueError, TypeError."""
-        if self.every is None:
+        if every is None:
             raise ValueError("every must be a positive number of steps, not None")
-        _check_count("every", self.every, "steps")
-        _check_count("memory_bytes", self.memory_bytes, "bytes")
-        _check_choice("when_full", self.when_full, ("wait", "skip"))
-        if self.keep is not None and not isinstance(self.keep, Keep):
-            raise TypeError(f"keep must be an everstep.Keep, not {self.keep!r}")
+        _check_count("every", every, "steps")
+        _check_count("memory_bytes", memory, "bytes")
+        _check_choice("when_full", when_full, ("wait", "skip"))
+        if keep is not None and not isinstance(keep, Keep):
+            raise TypeError(f"keep must be an everstep.Keep, not {keep!r}")
+        return cls(every, chosen, memory, when_full)
 
 
 def check_names(name: str, value: object) -> None:

@@ -212,7 +212,7 @@ class Restore:
             match_rest().check(candidate.name.step, candidate.disk.root)
             fill(candidate, chain.base.versions, placement.destinations, loader)
             placement.finish()
-            derivation.begin(placement.destinations.keys())
+            derivation.filled = placement.destinations.keys()
             for loaded in records:
                 redo(loaded, optimizers)
                 derivation.after(loaded, candidate, loader)

@@ -46,7 +46,8 @@ class Derivation:
         self._derived = derived
         self._state = state
         self._base = chain.base
-        self._filled: Container[str] = ()
+        self.filled: Container[str] = ()
+        """Of the base, once it is in place."""
         self._optimized = chain.optimized
         if missing := sorted(self._names.keys() - set(derived.parts)):
             base = chain.base.manifest.step
@@ -64,10 +65,6 @@ class Derivation:
         """The derived tensors as they are now, by all their names."""
         live = map(self._state.tensors_of, self._names)
         return {name: found for own in live for name, found in own.items()}
-
-    def begin(self, filled: Container[str]) -> None:
-        """The base is in place, as far as these tensors are."""
-        self._filled = filled
 
     def after(self, loaded: Loaded, candidate: Candidate, loader: Loader) -> None:
         """Its optimizer calls are made: let the rules follow. Raises Corrupt where one came to
@@ -95,7 +92,7 @@ class Derivation:
         placement = Placement(replace(Saved.of(described), tensors=tensors))
         later = {name for _, table in version for name in table.tensors}
         for name, whole in placement.saved.tensors.items():
-            is_there = name not in later and whole.spec.name in self._filled
+            is_there = name not in later and whole.spec.name in self.filled
             if name in self._tensors and not is_there and name not in self._optimized | self.names:
                 placement.into(name, self._tensors[name])
         if placement.problems:
