@@ -28,15 +28,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.spill import check_directory
-from everstep.options import (
-    Full,
-    Log,
-    Options,
-    Ranks,
-    Spread,
-    Tiers,
-    check_names,
-)
+from everstep.options import Full, Log, Options, Ranks, Spread, Tiers, check_names
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
 from everstep.restore.apply import Scope
@@ -163,11 +155,7 @@ class Checkpointer:
             self._state, choice, options, self._disk, self._client, self._saves, self.metrics
         )
         self._restores = Restores(
-            self._state,
-            self._derived,
-            all_tiers,
-            self._client,
-            self._captures,
+            self._state, self._derived, all_tiers, self._client, self._captures
         )
         self._left_behind = len(catalog.committed(all_tiers))
         """Checkpoints that were there, until one is restored."""

@@ -27,14 +27,7 @@ from everstep.capture.strategy import (
     part_of,
     unowned,
 )
-from everstep.capture.window import (
-    Figures,
-    Piece,
-    Window,
-    equal_groups,
-    pieces_of,
-    schedule,
-)
+from everstep.capture.window import Figures, Piece, Window, equal_groups, pieces_of, schedule
 from everstep.errors import Unsupported
 from everstep.handle import SaveHandle
 from everstep.redo.recorder import Taken

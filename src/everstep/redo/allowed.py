@@ -18,12 +18,7 @@ from torch import nn
 from everstep.errors import Unsupported
 from everstep.sharding.layout import is_dtensor, part_of, spread_of
 from everstep.sharding.leaves import fills_memory
-from everstep.sharding.redundancy import (
-    inner_of,
-    is_redundancy_free,
-    is_torchs,
-    offloaded_of,
-)
+from everstep.sharding.redundancy import inner_of, is_redundancy_free, is_torchs, offloaded_of
 from everstep.sharding.topology import ELEMENTWISE, goes_by_elements
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import overlapping

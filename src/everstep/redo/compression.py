@@ -159,11 +159,7 @@ def has_shape(said: Mapping[str, Any]) -> bool:
 
 
 def gradient_of(
-    tensors: Mapping[str, Tensor],
-    at: str,
-    name: str,
-    parameter: Tensor,
-    said: Mapping[str, Any],
+    tensors: Mapping[str, Tensor], at: str, name: str, parameter: Tensor, said: Mapping[str, Any]
 ) -> Tensor | None:
     """The gradient that a record has for a parameter of that shape, dense and clipped, on its
     device; None where it has none (a DTensor's: of all ranks, where it has not `has_shape`).

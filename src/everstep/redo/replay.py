@@ -24,12 +24,7 @@ from everstep.redo import compression, rolling_digest
 from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, with_local
 from everstep.sharding.leaves import Leaf
-from everstep.sharding.redundancy import (
-    class_of,
-    inner_of,
-    is_same_class,
-    spread_hyperparameters,
-)
+from everstep.sharding.redundancy import class_of, inner_of, is_same_class, spread_hyperparameters
 from everstep.state import objects
 from everstep.state.objects import PASSING, decode
 from everstep.state.optimizers import OptimizerState, install

@@ -25,13 +25,8 @@ from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, is_sam
 from everstep.restore.load import Loader
 from everstep.restore.rebuild import Rebuilt
 from everstep.restore.records import Records
-from everstep.restore.streams import read_stream
 from everstep.sharding.layout import shards_of
-from everstep.sharding.redundancy import (
-    is_here,
-    is_same_class,
-    offloaded_of,
-)
+from everstep.sharding.redundancy import is_here, is_same_class, offloaded_of
 from everstep.sharding.topology import ALONE, differences
 from everstep.sharding.world import World
 from everstep.state.placement import Placement, Saved
@@ -183,7 +178,7 @@ class Restore:
 
     def _prepared(self, placement: Placement, only: list[str] | None) -> Placement:
         """With the destinations of these parts, and what does not fit."""
-        placement.read_stream = partial(read_stream, self.candidate)
+        placement.read_stream = self.candidate.read_stream
         self.state.prepare(placement, only)
         return placement
 

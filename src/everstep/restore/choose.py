@@ -6,20 +6,32 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of, uncollected
 from everstep.format.global_tensors import Described, Version
-from everstep.format.manifest import CheckpointName, Manifest, Part, check_table, decode_manifest
+from everstep.format.manifest import (
+    CheckpointName,
+    Manifest,
+    Part,
+    Stream,
+    check_table,
+    decode_manifest,
+)
+from everstep.format.packs import chunks
+from everstep.format.streams import TENSOR, Row, rows_by_name
 from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
+from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
 from everstep.restore.load import MemorySource
+from everstep.sharding.leaves import bytes_of
 from everstep.store import catalog
-from everstep.store.read import check_size, open_pack
+from everstep.store.read import check_size, open_pack, read_chunk
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Readable, Tier
 from everstep.tiers.union import Union
@@ -179,6 +191,17 @@ class Candidate:
         others = self.disk.tiers[1:] if isinstance(self.disk, Union) else []
         return [_Lazy(tier, pack, stack, direct) for tier in (self.disk, *others)]
 
+    def read_stream(self, stream: Stream) -> Iterator[tuple[str, Iterator[Any]]]:
+        """Yield the names and their pieces as `stream()` gave them: tensors, or memoryviews of
+        buffers; each verified, in memory of its own, when it is asked for. Raises Corrupt."""
+        part = catalog.read_stream(self.disk, stream)
+        table = catalog.read_table(self.disk, part)
+        (pack,) = part.packs
+        with contextlib.ExitStack() as stack:
+            sources = self.files(pack, stack)
+            for name, rows in rows_by_name(table, self.disk.root / part.table.path):
+                yield name, (_read_row(sources, part, row) for row in rows)
+
     @contextlib.contextmanager
     def _noting(self, parts: Iterable[Part]) -> Iterator[None]:
         """That they are damaged, if that shows within."""
@@ -206,6 +229,16 @@ class _Lazy:
                 file = open_pack(self._disk, self._link, direct=self._direct)
                 self._reader = self._stack.enter_context(contextlib.closing(file))
         self._reader.read_into(offset, view)
+
+
+def _read_row(sources: Sequence[Source], part: Part, row: Row) -> Any:
+    (piece,) = row.entry.pieces
+    tensor = empty(row.entry)
+    view: memoryview = bytes_of(tensor).numpy().data
+    for index, (start, size) in enumerate(chunks(piece.size)):
+        chunk, digest = view[start : start + size], part.digests[piece.digest + index]
+        read_chunk(sources, piece.offset + start, chunk, digest, f"{row.name!r} of a stream")
+    return tensor if row.kind == TENSOR else view
 
 
 def is_of(disk: Tier, held: Held) -> bool:

@@ -12,13 +12,7 @@ from everstep.format.global_tensors import Described, optimizers_of, whole_tenso
 from everstep.format.manifest import Record
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.redo import compression
-from everstep.redo.replay import (
-    Comparison,
-    Loaded,
-    check,
-    find,
-    of_rank,
-)
+from everstep.redo.replay import Comparison, Loaded, check, find, of_rank
 from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
@@ -161,11 +155,7 @@ class Records:
         return Loaded(record.step, tuple(calls), tensors, united.groups, comparison)
 
     def _tensors(
-        self,
-        record: Record,
-        calls: Sequence[Mapping[str, Any]],
-        united: _United,
-        ahead: Set[str],
+        self, record: Record, calls: Sequence[Mapping[str, Any]], united: _United, ahead: Set[str]
     ) -> dict[str, tuple[torch.Tensor, list[LocalBox]]]:
         """Memory for what is needed of a record, by name, and the boxes that go there: where its
         parameter is, and as much of a gradient as this rank has of it. Of one that is compressed,

@@ -47,10 +47,7 @@ class Restores:
     captures: "Captures"
 
     def restore(
-        self,
-        step: int | str | None,
-        from_store: str | os.PathLike[str] | None,
-        scope: Scope,
+        self, step: int | str | None, from_store: str | os.PathLike[str] | None, scope: Scope
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
         what is read, or makes it whole, there is something else by then, which is looked for."""

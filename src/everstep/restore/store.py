@@ -148,7 +148,6 @@ class Store:
         """Yield what a streamed part of a checkpoint has, as its load_stream() would get it: names,
         each with its pieces, which are read and verified one by one. Raises Missing, Corrupt."""
         from everstep.restore.choose import Candidate  # torch, which the rest does without
-        from everstep.restore.streams import read_stream
 
         name = catalog.find(self._disk, step)
         streams = catalog.read_manifest(self._disk, name).streams
@@ -156,7 +155,7 @@ class Store:
             raise Missing(
                 f"reading {part!r} of {name} of {self.path}: its streams are {[*streams]}"
             )
-        return read_stream(Candidate(name, self._disk), streams[part])
+        return Candidate(name, self._disk).read_stream(streams[part])
 
     def state(self, step: int | str | None = None) -> Manifest:
         """The manifest of a checkpoint's whole state. Raises Missing, Corrupt; Unsupported for a
