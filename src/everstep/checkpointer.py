@@ -17,9 +17,9 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Literal, SupportsIndex
+from typing import Any, Literal, Never, SupportsIndex
 
-from everstep.capture.captures import Captures
+from everstep.capture.captures import Captures, check_room
 from everstep.capture.choice import Choice
 from everstep.capture.saves import Saves, Skipped
 from everstep.capture.strategy import Request
@@ -28,7 +28,7 @@ from everstep.format.manifest import CheckpointName
 from everstep.handle import Levels, Metrics, SaveHandle
 from everstep.keeper.client import Client
 from everstep.keeper.spill import check_directory
-from everstep.options import Full, Log, Options, Ranks, Spread, Tiers, check_names
+from everstep.options import Full, Log, Options, Ranks, Spread, Tiers, check_names, refuse_unknown
 from everstep.preemption import Preemption
 from everstep.redo.derived import Derived, Rule
 from everstep.restore.apply import Scope
@@ -66,6 +66,7 @@ class Checkpointer:
         derive: Mapping[str, Rule] | None = None,
         ranks: Ranks | None = None,
         tiers: Tiers | None = None,
+        **unknown: Never,
     ) -> None:
         """Open or make the store, and attach to its keeper, which is started where none runs.
 
@@ -97,6 +98,8 @@ class Checkpointer:
         Raises ValueError, TypeError, Unavailable; Unsupported where a Log or Spread does not fit
         the optimizers.
         """
+        for name in unknown:
+            refuse_unknown(name)
         options = Options.of(every, strategy, keep, memory_bytes, when_full)
         if not os.fspath(store):
             raise ValueError("store must be a directory, not ''; for the current one say '.'")
@@ -131,6 +134,7 @@ class Checkpointer:
                 f"everstep.Log(replica=True): each node has a store of its own ({store}), and a "
                 f"replica needs one directory. Leave replica= out"
             )
+        check_room(self._state)
         run = open_stores(self._world, place, self._disk, remote)
         remote_every = tiers.remote_every if tiers.remote else None
         replicates = tiers.peers > 0 and place.nodes > 1

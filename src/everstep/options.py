@@ -6,7 +6,7 @@ An option stands beside what it configures: that of a log in `Log`, that of many
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -236,6 +236,33 @@ class Options:
         if keep is not None and not isinstance(keep, Keep):
             raise TypeError(f"keep must be an everstep.Keep, not {keep!r}")
         return cls(every, chosen, memory, when_full)
+
+
+_RENAMED = {
+    "recovery_budget": "give strategy=everstep.Log(base_every=...), or leave it out",
+    "audit": "say strategy=everstep.Log(verify='full') for audit='full'",
+    "base_every": "say strategy=everstep.Log(base_every=...)",
+    "catch_up": "say strategy=everstep.Log(replica=True)",
+    "replica": "say strategy=everstep.Log(replica=True)",
+    "window": "say strategy=everstep.Spread(window=...)",
+    "keep_exact": "leave it out: the log stays what restore() takes",
+    "group_commit": "leave it out: what waits anyway is committed together",
+    "under_pressure": "say when_full=...",
+    "memory_budget": "say memory_bytes=...",
+    "rng": "leave it out: generators are always captured",
+    "by_rank": "say ranks=everstep.Ranks(by_rank=...)",
+    "layout": "say ranks=everstep.Ranks(layout=...)",
+    "alone": "say ranks=everstep.Ranks(alone=...)",
+    "check_replicas": "say ranks=everstep.Ranks(check=...)",
+}
+
+
+def refuse_unknown(name: str) -> NoReturn:
+    """Raises TypeError for an argument that Checkpointer does not have, with the one that it has in
+    its place."""
+    if name in _RENAMED:
+        raise TypeError(f"Checkpointer has no argument {name!r} any more: {_RENAMED[name]}")
+    raise TypeError(f"Checkpointer has no argument {name!r}")
 
 
 def check_names(name: str, value: object) -> None:

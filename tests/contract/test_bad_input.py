@@ -263,7 +263,16 @@ WRONG = [
     )),
     ({"keep": 3}, TypeError, "keep must be an everstep.Keep"),
     ({"derive": 3}, TypeError, "derive must be a dict by names"),
-    ({"evry": 3}, TypeError, "unexpected keyword argument 'evry'"),
+    *(({name: 3}, TypeError, now) for name, now in (  # names that are gone tell the new ones
+        ("audit", "Log(verify="),
+        ("base_every", "Log(base_every="),
+        ("window", "Spread(window="),
+        ("under_pressure", "when_full="),
+        ("memory_budget", "memory_bytes="),
+        ("check_replicas", "Ranks(check="),
+        ("rng", "generators are always captured"),
+        ("evry", "no argument 'evry'"),
+    )),
 ]  # fmt: skip
 
 

@@ -161,7 +161,7 @@ def test_a_lost_connection_is_mended_without_doing_anything_twice(store):
 @pytest.mark.parametrize("steps", [40, *slow(400)])
 def test_killed_and_cut_off_at_random_moments(store, steps, monkeypatch):
     """Every state that was sealed is committed, once, and told."""
-    monkeypatch.setattr(client, "_LOSSES_MAX", 1000)
+    monkeypatch.setattr(client, "LOSSES_MAX", 1000)
     seed = int(os.environ.get("EVERSTEP_SEED", random.SystemRandom().randrange(1 << 30)))
     print(f"EVERSTEP_SEED={seed}")
     rng = random.Random(seed)

@@ -55,6 +55,13 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_state_that_no_arena_may_hold_is_refused_at_once(store):
+    model = nn.Linear(1000, 1000)
+    limit = 2 * 4 * 1000 * 1001 - 1
+    with files_of_at_most(limit), pytest.raises(Unavailable, match=rf"RLIMIT_FSIZE.* {limit + 1}"):
+        everstep.Checkpointer(store, {"model": model})
+
+
 def test_a_state_that_outgrows_the_largest_arena_fails_loudly(store, caplog):
     """Of a fresh optimizer nobody knows how large it will be."""
     model = nn.Linear(1000, 1000)
@@ -143,7 +150,7 @@ def test_a_call_does_not_wait_for_ever_for_a_keeper(store, monkeypatch):
 
 def test_keepers_that_die_one_after_the_other_lose_nothing(store, monkeypatch, caplog):
     """But time: after so many of them without a commit there is none for a while."""
-    monkeypatch.setattr(client, "_LOSSES_MAX", 1)
+    monkeypatch.setattr(client, "LOSSES_MAX", 1)
     monkeypatch.setattr(client, "_PAUSE_S_MAX", 0.05)
     with checkpointer(store, {"weight": torch.zeros(1000)}, strategy="full") as saver:
         for step in range(1, 8):

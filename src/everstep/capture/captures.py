@@ -17,7 +17,7 @@ from everstep.capture.hooks import Hook
 from everstep.capture.layerwise import Early, Layerwise
 from everstep.capture.optimizer_arenas import OptimizerArenas
 from everstep.capture.plan import Plan, Planner
-from everstep.capture.pool import Pool, Slot
+from everstep.capture.pool import SLOTS_MIN, Pool, Slot
 from everstep.capture.saves import STALLED, Saves
 from everstep.capture.strategy import Captured, Request, Strategy
 from everstep.capture.streams import Streams, links_of
@@ -25,6 +25,7 @@ from everstep.errors import EverstepError, Unavailable, Unsupported
 from everstep.format.manifest import CheckpointName
 from everstep.format.tables import is_own
 from everstep.handle import Metrics, SaveHandle
+from everstep.keeper.arena import check_file_size, file_size_limit
 from everstep.keeper.client import Client
 from everstep.keeper.ranks.node_save import PLACE
 from everstep.options import Log, Options
@@ -364,3 +365,15 @@ class Captures:
 
 def _interrupted(step: int, error: BaseException) -> str:
     return f"saving step {step}: interrupted by {error!r}. Go on with the next step"
+
+
+def check_room(state: State) -> None:
+    """Raises Unavailable, on all ranks, where no copy of the state can be made on one of them."""
+
+    def check() -> None:
+        if file_size_limit() is not None:  # to walk a state takes a while
+            tensors = {id(tensor): tensor for tensor in state.live_tensors().values()}
+            size = sum(tensor.nbytes for tensor in tensors.values()) // state.world.size
+            check_file_size("copying this state in memory", SLOTS_MIN * size)
+
+    state.world.together("looking for room", check)

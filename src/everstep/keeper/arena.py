@@ -379,9 +379,15 @@ def _is_private(found: os.stat_result) -> bool:
 def check_file_size(purpose: str, size: int) -> None:
     """Raises Unavailable where this process may not make a file, in memory either, of so many bytes
     (RLIMIT_FSIZE): to try would raise SIGXFSZ, which ends a process that does not ignore it."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if limit != resource.RLIM_INFINITY and size > limit:
+    limit = file_size_limit()
+    if limit is not None and size > limit:
         raise Unavailable(
             f"{purpose}: this process may make files of {limit} bytes at most (RLIMIT_FSIZE), and "
             f"this needs {size}. Raise the limit (ulimit -f unlimited) before the run starts"
         )
+
+
+def file_size_limit() -> int | None:
+    """RLIMIT_FSIZE of this process in bytes; None where it has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit == resource.RLIM_INFINITY else limit
