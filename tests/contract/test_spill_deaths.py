@@ -43,7 +43,7 @@ class Killer(Filler):
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 12))])
 @pytest.mark.parametrize("is_log", [False, True])
 def test_keepers_that_die_lose_nothing(store, tmp_path, monkeypatch, seed, is_log):
-    monkeypatch.setattr("everstep.keeper.client._LOSSES_MAX", 1000)  # else it rests after five
+    monkeypatch.setattr("everstep.keeper.client.LOSSES_MAX", 1000)  # else it rests after five
     with Killer(store, tmp_path, seed) as trainer:
         trainer.start()
         for step in range(1, LAST + 1):
