@@ -155,7 +155,8 @@ class Arena:
         what = "making an arena" if directory is None else f"making a file in {directory}"
         check_file_size(what, size)
         try:
-            fd = _new_memory() if directory is None else _new_file(directory)
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            fd = _new_file(directory) if directory else os.memfd_create("everstep-arena", flags)
             try:
                 os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
                 os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
@@ -352,10 +353,6 @@ class Arena:
         digest = xxhash.xxh3_64(repr(row).encode())
         digest.update(self.descriptor(slot, row))
         return digest.intdigest()
-
-
-def _new_memory() -> int:
-    return os.memfd_create("everstep-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
 
 
 def _new_file(directory: str) -> int:

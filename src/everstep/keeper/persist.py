@@ -288,7 +288,8 @@ class Save:
         seen: Seen = self._data.note_durable() if is_new_state else {}
         warning = None
         if is_whole := share is None or share.publishes:
-            warning = self._set_tag() if self.job.tags else None
+            place = self.job.place  # of several nodes each says it in a store of its own
+            warning = self._set_tag() if place.commits or place.own_store else None
             self._extend_base()
             writer.parent, writer.parent_digest = self.name, self.digest
             writer.base = None

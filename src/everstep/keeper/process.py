@@ -194,7 +194,8 @@ class Keeper:
                 session.tell(message)
 
     def _begin(self, pid: int, hello: wire.Message) -> Session:
-        place = wire.Place.of(hello.get("place"))
+        said = hello.get("place")
+        place = wire.Place(**{**said, "ranks": tuple(said["ranks"])}) if said else wire.ALONE
         team = self._team_of(place, hello)
         try:
             session = Session(pid, hello, place, team)

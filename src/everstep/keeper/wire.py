@@ -36,11 +36,6 @@ class Place(NamedTuple):
     local: int = 0
     own_store: bool = False
 
-    @classmethod
-    def of(cls, said: Message | None) -> "Place":
-        """From a greeting; of one process where it has none. Raises KeyError, TypeError."""
-        return cls() if said is None else cls(**{**said, "ranks": tuple(said["ranks"])})
-
     @property
     def here(self) -> tuple[int, int]:
         """Its local number, and how many ranks this node has."""

@@ -114,8 +114,9 @@ class Inner:
                 saved.copy_(row)
         self._progress[0] = is_saved
         self._update(given)
-        if self._state.arena.is_file:
-            self._drop(given)
+        if self._state.arena.is_file:  # not more than a chunk of it is in memory
+            for name in (f"{index}.{key}" for index in given for key in self._keys[index]):
+                self._state.drop(name)
         self._progress[0] = is_done
 
     def _master(self, index: int) -> torch.Tensor:
@@ -160,12 +161,6 @@ class Inner:
                     self._state.take(f"{index}.{key}", value)
             if MASTER in self._keys[index]:
                 self._weights(index).copy_(master.detach())
-
-    def _drop(self, indices: Sequence[int]) -> None:
-        """State in a file: not more than a chunk of it is in memory."""
-        for index in indices:
-            for key in self._keys[index]:
-                self._state.drop(f"{index}.{key}")
 
     def _spans(self, indices: Sequence[int]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """All bytes that an update of these changes, and their places in undo."""

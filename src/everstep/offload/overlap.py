@@ -61,7 +61,8 @@ class Overlap:
         for each in self._sent.values():
             each.result()
         if self._shared and not self._problem:
-            if any(_has_changed(*row) for row in self._arrived.items()):
+            rows = ((each.grad, *seen) for each, seen in self._arrived.items())
+            if any(now is not then or now._version != version for now, then, version in rows):
                 self._problem = "a gradient was changed after backward (clipping, a scaler?)"
             elif not self._shared.is_said(self._optimizer):
                 self._problem = "hyperparameters were changed between backward() and step()"
@@ -138,8 +139,3 @@ class Overlap:
             f"but some of the optimizer's state is not: restore() brings it back. Leave overlap= "
             f"out of such a loop"
         )
-
-
-def _has_changed(parameter: torch.Tensor, was: tuple[torch.Tensor, int]) -> bool:
-    gradient, version = was
-    return parameter.grad is not gradient or gradient._version != version

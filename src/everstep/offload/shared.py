@@ -186,7 +186,10 @@ class Shared:
             "kind": self._kind,
             "count": len(self._parameters),
             "groups": [[self._numbers[id(p)] for p in group["params"]] for group in groups],
-            "sets": [_encoded(group, number, sink) for number, group in enumerate(groups)],
+            "sets": [
+                {key: encode(value, f"{n}.{key}", sink) for key, value in options_of(group).items()}
+                for n, group in enumerate(groups)
+            ],
             "tensors": tensors,
             "threads": torch.get_num_threads(),
             "flushes": flushes_denormals(),
@@ -201,10 +204,6 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
         what = "sparse" if found is not None else "not where its parameter is"
         raise Unsupported(f"offloading an update: a gradient is {what}")
     return found
-
-
-def _encoded(group: dict[str, Any], number: int, sink: Any) -> dict[str, Any]:
-    return {key: encode(value, f"{number}.{key}", sink) for key, value in options_of(group).items()}
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

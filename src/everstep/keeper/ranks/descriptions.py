@@ -114,7 +114,8 @@ def merge_numbered(
 def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
     """The calls of each rank's record, or of its share of a window; nothing for whole states.
     Raises Mismatch where ranks have different things to save."""
-    calls = [_calls_of(said) for said in each]
+    known = ((said.get("record") or said.get("share") or {}).get("calls") for said in each)
+    calls = [None if own is None else list(own) for own in known]
     kinds = [
         (
             said.get("record") and said["record"]["previous"],
@@ -130,13 +131,6 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
             "surprised one of them: its log says"
         )
     return [own or [] for own in calls]
-
-
-def _calls_of(said: Mapping[str, Any]) -> list[Any] | None:
-    """None where there can be none."""
-    known = said.get("record") or said.get("share") or {}
-    found = known.get("calls")
-    return None if found is None else list(found)
 
 
 def _merge_call(

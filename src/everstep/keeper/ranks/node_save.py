@@ -67,11 +67,6 @@ class NodeSave:
         """Which of the calls that save it is of; 0 where that cannot be read."""
         return self.jobs[0].call
 
-    @property
-    def tags(self) -> bool:
-        """Whether this node says in its store what a tag names."""
-        return self.place.commits or self.place.own_store
-
     def take(self) -> None:
         """It is this one's turn: its images stay where they are from now on."""
         for job in self.jobs:
