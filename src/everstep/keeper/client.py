@@ -476,8 +476,7 @@ class Client:
                 if reason is None:
                     return connection
                 connection.close()
-            if self._stop.wait(pause):
-                break
+            self._stop.wait(pause)
             pause = min(2 * pause, 0.2)
         raise Unavailable(cannot_start(self._store, reason))
 

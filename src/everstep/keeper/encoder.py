@@ -171,19 +171,13 @@ class Encoding:
             found = codec.encode(encoder, raw, chunk.item_size)
         else:
             with self.encoder.counting():
-                if encoder == codec.DIFFERENCE:
-                    if found := self._difference(chunk, raw):
+                if encoder == codec.DIFFERENCE and self.base:
+                    found = codec.encode(encoder, raw, chunk.item_size, self.base.view(chunk))
+                    if found and self.base.has(chunk):
                         return found, encoder
-                    encoder = codec.PLANES
+                    encoder = codec.PLANES  # it is not worth it, or the base is gone
                 found = codec.encode(encoder, raw, chunk.item_size)
         return (raw, None) if found is None else (found, codec.name_of(encoder))
-
-    def _difference(self, chunk: Extent, raw: memoryview) -> bytes | None:
-        """None where it is not worth it, or the base is gone."""
-        assert self.base
-        before = self.base.view(chunk)
-        found = codec.encode(codec.DIFFERENCE, raw, chunk.item_size, before)
-        return found if found and self.base.has(chunk) else None
 
     def _rounded(self, chunk: Extent, raw: memoryview) -> tuple[bytes | memoryview, str | None]:
         """Nothing, where it is: blocks until its master has arrived. One that is not is not tried

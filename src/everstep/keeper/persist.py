@@ -28,7 +28,6 @@ from everstep.keeper.ranks.nodes import GivenUp
 from everstep.keeper.still import Seen, find_kept
 from everstep.keeper.writer import Outcome, Share, Writer
 from everstep.store import catalog, commit, names, retain
-from everstep.tiers.tier import Tier
 
 log = logging.getLogger(__name__)
 
@@ -49,33 +48,23 @@ def persist(
         saves[-1].attempt(lambda: saves[-1].write(announce_written))
         if saves[-1].has_failed:
             break
-    _sync(writer.disk, saves)
+    for save in saves:
+        save.attempt(save.sync)
+    written = [save for save in saves if not save.has_failed and save.paths]
+    paths = [path for save in written for path in save.paths]
+    for first in written[:1]:  # where it fails, the others follow
+        first.attempt(lambda: writer.disk.sync_entries(paths))
     for save in saves:
         save.hear()
-    _make_directories(writer.disk, saves)
+    ready = [save for save in saves if not save.has_failed and save.publishes]
+    directories = [os.path.dirname(names.manifest_path(save.name)) for save in ready]
+    for first in ready[:1]:
+        first.attempt(lambda: writer.disk.make_directories(directories))
     for save in saves:
         save.attempt(save.tell)
     for save in saves:
         save.attempt(save.publish)
     return [(save.job, save.end()) for save in saves]
-
-
-def _sync(disk: Tier, saves: list["Save"]) -> None:
-    """Make the data of all durable: each file, and their entries together."""
-    for save in saves:
-        save.attempt(save.sync)
-    written = [save for save in saves if not save.has_failed and save.paths]
-    if written:  # where it fails for the first, the others follow
-        paths = [path for save in written for path in save.paths]
-        written[0].attempt(lambda: disk.sync_entries(paths))
-
-
-def _make_directories(disk: Tier, saves: list["Save"]) -> None:
-    """For the manifests, with one sync for all."""
-    ready = [save for save in saves if not save.has_failed and save.publishes]
-    if ready:
-        directories = [os.path.dirname(names.manifest_path(save.name)) for save in ready]
-        ready[0].attempt(lambda: disk.make_directories(directories))
 
 
 class Save:

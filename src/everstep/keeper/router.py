@@ -7,7 +7,7 @@ the store. Where that tier does not take it, the store does. For the team's thre
 """
 
 import logging
-import os
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -99,10 +99,7 @@ class Router:
 
 
 def _free_bytes(tier: Tier) -> int:
-    if not isinstance(tier.root, Path):
-        return _ENDLESS
     try:
-        found = os.statvfs(tier.root)
+        return shutil.disk_usage(tier.root).free if isinstance(tier.root, Path) else _ENDLESS
     except OSError:
         return _ENDLESS
-    return found.f_bavail * found.f_frsize

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import threading
 from typing import TYPE_CHECKING
 
@@ -96,8 +97,8 @@ class Spill:
 
     def _budget_bytes(self) -> int:
         if self._budget is None:
-            found = os.statvfs(self._directory)
-            self._budget = (found.f_bavail * found.f_frsize + self._used_bytes()) // 2
+            free = shutil.disk_usage(self._directory).free
+            self._budget = (free + self._used_bytes()) // 2
         return self._budget // self._ranks
 
     def _used_bytes(self) -> int:
