@@ -173,12 +173,7 @@ class Client:
         as long as patience lasts; raises Unavailable. All ranks of a team make the same claims, and
         get the same epochs."""
         number = self._claims + 1  # the same again where it fails: perhaps only for this rank
-        message = {
-            "type": "claim",
-            "number": number,
-            "parent": parent.epoch if parent else None,
-            "fork": parent.step if parent else 0,
-        }
+        message = {"type": "claim", "number": number, "parent": parent}
         reply, _ = self._request(message, waits=True)
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])

@@ -181,7 +181,9 @@ class Keeper:
             wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
             raise ValueError(f"protocol {hello['protocol']!r}")
         self._serve_others(hello.get("serve"))
-        session = self._find(pid, hello.get("token")) or self._begin(pid, hello)
+        token = hello.get("token")
+        known = (s for s in self._sessions if token and (s.pid, s.token) == (pid, token))
+        session = next(known, None) or self._begin(pid, hello)
         self._unplug(session)
         address = self._service and self._service.address
         reply = {"type": "attached", "id": -1, "pid": os.getpid(), "address": address}
@@ -269,10 +271,6 @@ class Keeper:
         """Any thread."""
         for session in list(self._sessions):
             session.tell(message)
-
-    def _find(self, pid: int, token: object) -> Session | None:
-        known = (s for s in self._sessions if token and (s.pid, s.token) == (pid, token))
-        return next(known, None)
 
     def _dismiss(self, stranger: socket.socket) -> None:
         if stranger in self._strangers:

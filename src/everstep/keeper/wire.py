@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from everstep.errors import EverstepError, kind_of
 
-PROTOCOL = 5
+PROTOCOL = 6
 MESSAGE_BYTES_MAX = 64 << 10
 DESCRIPTORS_MAX = 240
 """Of one message; Linux takes 253. A node's ranks leave one arena each."""

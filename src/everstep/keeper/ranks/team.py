@@ -264,10 +264,9 @@ class Team:
         reply: wire.Message = {"type": "claimed", "id": message["id"]}
         writer = self.writer
         try:
-            number, fork = wire.number(message["number"]), wire.number(message["fork"])
-            parent = None if message["parent"] is None else wire.number(message["parent"])
-            writer.parent = None if parent is None else CheckpointName(fork, parent)
-            epoch = self._epoch(parent, fork, number)
+            number, said = wire.number(message["number"]), message["parent"]
+            writer.parent = None if said is None else CheckpointName(*map(wire.number, said))
+            epoch = self._epoch(writer.parent, number)
             if epoch != writer.epoch:
                 writer.epoch, writer.run = epoch, None
                 if self._nodes:
@@ -279,18 +278,19 @@ class Team:
             reply |= wire.failure(error)
         session.tell(reply)
 
-    def _epoch(self, parent: int | None, fork: int, number: int) -> int:
+    def _epoch(self, parent: CheckpointName | None, number: int) -> int:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
         disk, place = self.writer.disk, self.place
+        before, fork = (parent.epoch, parent.step) if parent else (None, 0)
         remote = self.writer.remote.tier if self.writer.remote else None
         if place.is_alone:
-            return commit.claim_epoch(disk, parent, fork, remote=remote)
+            return commit.claim_epoch(disk, before, fork, remote=remote)
         attachment = place.named(number)
         if self._nodes and not place.commits:
             return self._nodes.await_epoch(attachment)
         known = catalog.find_attachment(disk, attachment)
-        return known or commit.claim_epoch(disk, parent, fork, attachment, remote)
+        return known or commit.claim_epoch(disk, before, fork, attachment, remote)
 
     def is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
