@@ -152,10 +152,8 @@ class Session:
                 if state not in SUBMITTED or arena.sequence_of(slot) != sequence:
                     continue  # the job has just ended
                 job = self._jobs.get(sequence)
-                if job and job.arena is not arena:  # it has been spilled from here, or to here
-                    arena.set_state(slot, SlotState.FREE)
-                    continue
-                if job is None and state is SlotState.TORN:  # of a keeper that died
+                # Spilled from here, or to here; or torn, and of a keeper that died.
+                if job.arena is not arena if job else state is SlotState.TORN:
                     arena.set_state(slot, SlotState.FREE)
                     continue
                 is_new = job is None
