@@ -127,8 +127,11 @@ def test_no_keeper_can_be_had_for_a_while(store, monkeypatch):
         assert "status 1" in trainer.expect("lost")["message"]
         with pytest.raises(Unavailable, match="starting the keeper"):
             trainer.client.ensure()
-        with pytest.raises(Unavailable, match="starting the keeper"):
-            trainer.client.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(client, "STALL_S", 0.5)
+            with pytest.raises(Unavailable, match="starting the keeper"):
+                trainer.client.settle()
+        trainer.client.patience.note_commit()
         sequence = trainer.seal(1)
         claimed = []
         thread = threading.Thread(target=lambda: claimed.append(trainer.client.claim(None)))

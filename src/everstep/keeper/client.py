@@ -35,7 +35,6 @@ _GREETING_S = 5.0
 _REPLY_S = 3600.0
 _REMIND_S = 30.0
 _LOOK_S = 0.2
-_ASKED_MAX = 5
 _PAUSE_S_MIN, _PAUSE_S_MAX = 1.0, 60.0
 LOSSES_MAX = 5
 """Of keepers, before anything is committed: then some time passes before the next one."""
@@ -174,7 +173,7 @@ class Client:
         get the same epochs."""
         number = self._claims + 1  # the same again where it fails: perhaps only for this rank
         message = {"type": "claim", "number": number, "parent": parent}
-        reply, _ = self._request(message, waits=True)
+        reply, _ = self._request(message)
         if "epoch" not in reply:
             raise KINDS.get(reply["kind"], Unavailable)(reply["message"])
         return int(reply["epoch"])
@@ -203,7 +202,7 @@ class Client:
     def adopt(self, key: str, arena: Arena) -> bool:
         """Go on with the arena of a trainer that died, as after `add_arena`. False where the keeper
         has it no more."""
-        reply, _ = self._request({"type": "adopt", "arena": key}, waits=True)
+        reply, _ = self._request({"type": "adopt", "arena": key})
         if reply["ok"]:
             self.add_arena(key, arena)  # a keeper that came since does not know it
         return bool(reply["ok"])
@@ -290,38 +289,31 @@ class Client:
         except OSError as error:
             log.debug("the keeper did not take %s: %s", message["type"], error)
 
-    def _request(
-        self, message: wire.Message, *, waits: bool = False
-    ) -> tuple[wire.Message, list[int]]:
-        """Send and wait for the reply, over the deaths of a few keepers; `waits`: also while there
-        is none, as long as patience lasts."""
-        since = time.monotonic() if waits else None
+    def _request(self, message: wire.Message) -> tuple[wire.Message, list[int]]:
+        """Send and wait for the reply, over the deaths of keepers and while there is none, as long
+        as patience lasts."""
+        since = time.monotonic()
         number = next(self._ids)
         replies: queue.SimpleQueue[_Reply] = queue.SimpleQueue()
         with self._lock:
             self._waiting[number] = replies
         try:
-            for asked in itertools.count(1):
+            while True:
                 self._send({**message, "id": number})
-                reply = self._wait_for(replies, message["type"], since)
-                if reply:
+                if reply := self._wait_for(replies, message["type"], since):
                     return reply
-                if asked >= _ASKED_MAX and not self._may_wait(since):
-                    break
-            raise Unavailable(
-                f"asking the keeper of {self._store} ({message['type']}): it was lost {asked} times"
-            )
+                if not self.patience.lasts(since):
+                    what = f"asking the keeper of {self._store} ({message['type']})"
+                    raise Unavailable(f"{what}: it was lost again and again")
         finally:
             with self._lock:
                 del self._waiting[number]
 
-    def _wait_for(
-        self, replies: "queue.SimpleQueue[_Reply]", what: str, since: float | None
-    ) -> _Reply:
+    def _wait_for(self, replies: "queue.SimpleQueue[_Reply]", what: str, since: float) -> _Reply:
         """None where it has to be asked again."""
         began = reminded = time.monotonic()
         while (now := time.monotonic()) - began < _REPLY_S:
-            if not self._may_wait(since):
+            if not self.patience.lasts(since):
                 self.ensure()
             if self._stop.is_set():
                 raise Unavailable(f"asking the keeper of {self._store}: this client is closed")
@@ -334,10 +326,6 @@ class Client:
             with contextlib.suppress(queue.Empty):
                 return replies.get(timeout=_LOOK_S)
         raise Unavailable(f"asking the keeper of {self._store} ({what}): no answer in {_REPLY_S} s")
-
-    def _may_wait(self, since: float | None) -> bool:
-        """Whether one who waits since then (None: does not wait) goes on without a keeper."""
-        return since is not None and self.patience.lasts(since)
 
     # ---- listening -------------------------------------------------------------------------
 
