@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.manifest import CheckpointName
-from everstep.store.lineage import Epoch, branches, current
+from everstep.store.lineage import Epoch, current
 
 ONE, TWO = Epoch(1, None, 0), Epoch(2, 1, 80)
 
@@ -16,7 +16,6 @@ def _names(epoch: int, *steps: int) -> list[CheckpointName]:
 def test_a_fork_leaves_a_branch_behind():
     checkpoints = _names(1, 1, 40, 80, 120) + _names(2, 81, 100)
     assert current({1: ONE, 2: TWO}, checkpoints) == _names(1, 1, 40, 80) + _names(2, 81, 100)
-    assert branches({1: ONE, 2: TWO}, checkpoints) == {1: _names(1, 120)}
 
 
 def test_the_newest_epoch_leads_before_its_first_checkpoint():
@@ -32,7 +31,6 @@ def test_an_ancestor_counts_up_to_the_lowest_fork():
 def test_a_start_from_nothing_is_a_run_of_its_own():
     epochs = {1: ONE, 2: Epoch(2, None, 0)}
     assert current(epochs, _names(1, 1, 2)) == []
-    assert branches(epochs, _names(1, 1, 2)) == {1: _names(1, 1, 2)}
 
 
 def test_the_higher_epoch_counts_where_both_have_a_step():
@@ -65,8 +63,6 @@ def test_going_on_is_like_a_list_that_is_cut_and_extended(data):
             run[step] = name
         found = current(epochs, checkpoints)
         assert found == [run[step] for step in sorted(run)]
-        left = [name for names in branches(epochs, checkpoints).values() for name in names]
-        assert sorted([*found, *left]) == sorted(checkpoints)
 
 
 def _ancestors(epochs: dict[int, Epoch], number: int | None) -> set[int]:

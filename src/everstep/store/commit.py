@@ -244,7 +244,7 @@ def note_unproven(
     checkpoints = [str(each) for each in sorted(unproven)]
     document = seal({"checkpoints": checkpoints, "problem": problem})
     try:
-        disk.replace(names.unproven_path(name), document)
+        disk.replace(f"{names.UNPROVEN}/{name}.json", document)
     except EverstepError as error:
         log.warning("%s. So the next restore tries them again", error)
 

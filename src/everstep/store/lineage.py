@@ -34,9 +34,7 @@ def current(
     epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
 ) -> list[CheckpointName]:
     """The checkpoints of the run as seen from its newest epoch, by rising step."""
-    if not epochs:
-        return []
-    limits = _limits(epochs, max(epochs))
+    limits = _limits(epochs)
     newest_writer: dict[int, int] = {}
     for step, epoch in checkpoints:
         if epoch in limits and step <= limits[epoch]:
@@ -44,23 +42,10 @@ def current(
     return [CheckpointName(step, epoch) for step, epoch in sorted(newest_writer.items())]
 
 
-def branches(
-    epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
-) -> dict[int, list[CheckpointName]]:
-    """The checkpoints that the run left behind, by their epoch, each by rising step."""
-    checkpoints = list(checkpoints)
-    kept = set(current(epochs, checkpoints))
-    left: dict[int, list[CheckpointName]] = {}
-    for name in sorted(checkpoints):
-        if name not in kept:
-            left.setdefault(name.epoch, []).append(name)
-    return left
-
-
-def _limits(epochs: Mapping[int, Epoch], newest: int) -> dict[int, float]:
+def _limits(epochs: Mapping[int, Epoch]) -> dict[int, float]:
     """For each epoch from the newest back to the root: the last of its steps that still counts."""
     limits: dict[int, float] = {}
-    number: int | None = newest
+    number: int | None = max(epochs, default=None)
     limit = float("inf")
     while number is not None and number in epochs and number not in limits:
         limits[number] = limit

@@ -62,11 +62,6 @@ def epoch_of_pack(file_name: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def unproven_path(name: CheckpointName) -> str:
-    """What a replay that came to other bytes than the run has shown of that checkpoint."""
-    return f"{UNPROVEN}/{name}.json"
-
-
 def table_path(digest: str) -> str:
     """A piece table, named by its content."""
     return f"{TABLES}/{digest}.json"

@@ -9,12 +9,13 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.node_parts import decode_node_part
 from everstep.store import catalog, commit, names, presence
-from everstep.store.lineage import branches, current
+from everstep.store.lineage import current
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -50,9 +51,10 @@ def superfluous(
     """The checkpoints that `keep` does not cover, oldest first. `pinned`: those that stay until
     they are copied to another tier."""
     checkpoints = catalog.committed(disk)
-    epochs = catalog.read_epochs(disk, checkpoints)
-    lines = [current(epochs, checkpoints), *branches(epochs, checkpoints).values()]
-    kept = {name for line in lines for name in line[-keep.last :]}
+    run = current(catalog.read_epochs(disk, checkpoints), checkpoints)
+    left = sorted(set(checkpoints) - set(run), key=lambda name: (name.epoch, name.step))
+    branches = (list(own) for _, own in groupby(left, lambda name: name.epoch))
+    kept = {name for line in (run, *branches) for name in line[-keep.last :]}
     if keep.every:
         kept |= {name for name in checkpoints if name.step % keep.every == 0}
     if keep.tags:
