@@ -39,8 +39,7 @@ from everstep.format.packs import PAGE_BYTES, round_up
 _MAGIC = b"everstep arena 1"
 _HEAD = struct.Struct("<16sQQQQ")  # magic, slot count, documents capacity, image capacity, reserved
 _ROW = struct.Struct("<QQQQQQ")  # sequence, step, image, table, descriptor, digest
-_SEQUENCE = struct.Struct("<Q")
-_MANIFEST_SIZE = struct.Struct("<Q")
+_NUMBER = struct.Struct("<Q")  # the sequence alone, or bytes of the manifest
 _ROW_STRIDE = 128
 _MANIFEST_SIZE_AT = 64
 _STATE_AT = 120
@@ -213,7 +212,7 @@ class Arena:
         sizes = (row.image_size, row.table_size, row.descriptor_size)
         digest = self._digest(slot, row)
         place = self._row_at(slot)
-        _MANIFEST_SIZE.pack_into(self._map, place + _MANIFEST_SIZE_AT, 0)
+        _NUMBER.pack_into(self._map, place + _MANIFEST_SIZE_AT, 0)
         _ROW.pack_into(self._map, place, row.sequence, row.step, *sizes, digest)
 
     def row(self, slot: int) -> Row | None:
@@ -227,8 +226,7 @@ class Arena:
 
     def sequence_of(self, slot: int) -> int:
         """Of the job that is in the slot, or was there last; 0 where there was none."""
-        (sequence,) = _SEQUENCE.unpack_from(self._map, self._row_at(slot))
-        return int(sequence)
+        return int(_NUMBER.unpack_from(self._map, self._row_at(slot))[0])
 
     def table(self, slot: int, row: Row) -> memoryview:
         """The piece table document."""
@@ -243,8 +241,7 @@ class Arena:
     def manifest(self, slot: int, row: Row) -> memoryview:
         """The manifest that the keeper made, a sealed document; empty where there is none (yet)."""
         at = self._manifest_at(slot, row)
-        place = self._row_at(slot) + _MANIFEST_SIZE_AT
-        (written,) = _MANIFEST_SIZE.unpack_from(self._map, place)
+        (written,) = _NUMBER.unpack_from(self._map, self._row_at(slot) + _MANIFEST_SIZE_AT)
         size = min(int(written), self._slot_end(slot) - at)
         return self.memory[at : at + size]
 
@@ -254,8 +251,7 @@ class Arena:
         if at + len(document) > self._slot_end(slot):
             return  # then the disk serves
         self.memory[at : at + len(document)] = document
-        place = self._row_at(slot) + _MANIFEST_SIZE_AT
-        _MANIFEST_SIZE.pack_into(self._map, place, len(document))
+        _NUMBER.pack_into(self._map, self._row_at(slot) + _MANIFEST_SIZE_AT, len(document))
 
     def image(self, slot: int) -> memoryview:
         """The slot's image area, writable; page-aligned."""

@@ -350,16 +350,6 @@ class Session:
         """The arenas there."""
         return [(key, each) for key, each in list(self.arenas.items()) if key.startswith(SPILL)]
 
-    def add_spill(self, key: str, arena: Arena) -> None:
-        """The trainer has it as well from now on, for the next keeper."""
-        self.arenas[key] = arena
-        self.tell({"type": "spill", "arena": key}, [arena.fd])
-
-    def drop_spill(self, key: str) -> None:
-        """Nothing is in it any more, and nothing will be."""
-        self.tell({"type": "spill", "arena": key})
-        self.arenas.pop(key).close()
-
     def move(self, job: Job, row: Row, arena: Arena) -> None:
         """The image of a job lies in that arena as well: it is read from there from now on, and the
         slot that it lay in is free. Nothing is done where it has ended since, or is worked on."""

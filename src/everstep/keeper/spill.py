@@ -113,7 +113,10 @@ class Spill:
             return False
         sizes = source.documents_size, row.image_size
         arena = Arena.create(1, *sizes, self._directory, reserves_image=False)
-        self._session.add_spill(SPILL + secrets.token_hex(8), arena)
+        key = SPILL + secrets.token_hex(8)
+        self._session.arenas[key] = arena
+        # The trainer has it as well from now on, for the next keeper.
+        self._session.tell({"type": "spill", "arena": key}, [arena.fd])
         image = source.image(slot)[: row.image_size]
         is_there = self._copy(image, arena, arena.image_address(0) - arena.address)
         if is_there:
@@ -138,7 +141,8 @@ class Spill:
             is_newest = newest is not None and newest[1] == key
             if arena.state(0) not in SUBMITTED and not is_newest:
                 arena.give_back()
-                self._session.drop_spill(key)
+                self._session.tell({"type": "spill", "arena": key})
+                self._session.arenas.pop(key).close()
 
 
 def check_directory(directory: str) -> None:
