@@ -3,7 +3,9 @@
 And gives stores whose keepers do not outlive the test.
 """
 
+import contextlib
 import gc
+import os
 import tempfile
 from pathlib import Path
 
@@ -19,16 +21,23 @@ from stores import end_keeper
 forked_modules.install()
 
 
-def pytest_collection_finish():
-    """Spares the collections of all tests what was imported before them."""
+def pytest_configure(config):
+    """Keepers are forked from processes that all workers of xdist share."""
+    if forked_modules.ADDRESS not in os.environ:
+        running = contextlib.ExitStack()
+        running.enter_context(forked_modules.servers())
+        config.add_cleanup(running.close)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Spares Python's collector what is imported: to look through it meanwhile, and ever again."""
+    gc.disable()
+    result = yield
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _servers():
-    with forked_modules.servers():
-        yield
+    gc.enable()
+    return result
 
 
 @pytest.fixture

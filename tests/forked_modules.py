@@ -131,6 +131,7 @@ class _Popen:
 
 def _serve(*, has_torch: bool) -> None:
     """Fork a process for each connection, up to the end of who has started this."""
+    gc.disable()
     import numpy  # noqa: F401 - what a keeper imports when it needs it
     import xxhash  # noqa: F401
     import zstandard  # noqa: F401
@@ -144,6 +145,7 @@ def _serve(*, has_torch: bool) -> None:
         import everstep.restore.replica  # noqa: F401
     gc.collect()
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     listener, starter = socket.socket(fileno=0), os.pidfd_open(os.getppid())
     while listener in select.select([listener, starter], [], [])[0]:

@@ -1,21 +1,23 @@
 """What forked processes need, imported once: they are forked from a process that has it all."""
 
 import gc
+import importlib
 
-import hypothesis  # noqa: F401
-import numpy as np  # noqa: F401
-import pytest  # noqa: F401
-import torch._dynamo  # the first optimizer would import it
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.device_mesh
-import torch.distributed.fsdp
-import torch.distributed.optim
-import torch.distributed.pipelining
-import torch.distributed.tensor.parallel  # noqa: F401
-
-import everstep  # noqa: F401
 import forked_modules
+
+NEEDED = [
+    "hypothesis", "pytest", "numpy", "everstep",
+    "torch._dynamo",  # the first optimizer would import it
+    "torch.distributed.checkpoint.state_dict", "torch.distributed.device_mesh",
+    "torch.distributed.fsdp", "torch.distributed.optim", "torch.distributed.pipelining",
+    "torch.distributed.tensor.parallel",
+]  # fmt: skip
+
+gc.disable()  # or it looks through all of it again and again
+for each in NEEDED:
+    importlib.import_module(each)
 
 forked_modules.install()
 gc.collect()
 gc.freeze()  # what is here stays: the collections of a forked process are then quick
+gc.enable()

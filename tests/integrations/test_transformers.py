@@ -5,16 +5,18 @@ import dataclasses
 import functools
 import re
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
 
+from everstep import Store, Unsupported
+from everstep.integrations.transformers import everstep_trainer
 from harness import check_resumes, random_seed, trains_on_two_ranks
 
-transformers = pytest.importorskip("transformers")
-from everstep import Store, Unsupported  # noqa: E402
-from everstep.integrations.transformers import everstep_trainer  # noqa: E402
-
+pytestmark = pytest.mark.skipif(
+    not find_spec("transformers"), reason="transformers is not installed"
+)
 COUNTED = ("global_step", "epoch", "max_steps", "total_flos", "best_metric", "best_global_step")
 
 
@@ -68,8 +70,8 @@ class Data(torch.utils.data.Dataset):
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-class CountsTokens(transformers.Trainer):
-    """As TRL's trainers do: sums between two logs, which are no part of the Trainer's state."""
+class CountsTokens:
+    """A Trainer like TRL's: sums between two logs, which are no part of the Trainer's state."""
 
     def __init__(self, *args, **rest):
         super().__init__(*args, **rest)
@@ -90,6 +92,8 @@ class CountsTokens(transformers.Trainer):
 
 
 def model_of(case):
+    import transformers
+
     torch.manual_seed(7)
     config = transformers.GPT2Config(
         vocab_size=50,
@@ -109,8 +113,12 @@ def model_of(case):
 
 def trainer_of(case, output, store=None, callbacks=(), **everstep):
     """A Trainer of the case; without everstep where there is no store."""
+    import transformers
+
     warnings.simplefilter("ignore")
-    base = CountsTokens if case.counts else transformers.Trainer
+    base = transformers.Trainer
+    if case.counts:
+        base = type("CountingTrainer", (CountsTokens, base), {})
     arguments = transformers.TrainingArguments(
         str(output),
         **{"lr_scheduler_type": "cosine", "num_train_epochs": 3, "save_strategy": "no"}
@@ -132,8 +140,8 @@ def trainer_of(case, output, store=None, callbacks=(), **everstep):
     )
 
 
-class Notes(transformers.TrainerCallback):
-    """Tells where a life begins, each step's loss (of its batches) and each evaluation."""
+class Notes:
+    """A callback: where a life begins, each step's loss (of its batches) and each evaluation."""
 
     def __init__(self, trace):
         self.trace, self.losses = trace, []
@@ -151,7 +159,9 @@ class Notes(transformers.TrainerCallback):
 
 
 def trains(case, store, trace):
-    notes = Notes(trace)
+    import transformers
+
+    notes = type("Callback", (Notes, transformers.TrainerCallback), {})(trace)
     trainer = trainer_of(case, f"{trace.path}.folder", store, [notes])
     train = trainer.training_step
 
