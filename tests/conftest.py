@@ -22,7 +22,9 @@ forked_modules.install()
 
 
 def pytest_configure(config):
-    """Keepers are forked from processes that all workers of xdist share."""
+    """Keepers are forked from processes that all workers of xdist share. Threads of torch that wait
+    leave the processors to others."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if forked_modules.ADDRESS not in os.environ:
         running = contextlib.ExitStack()
         running.enter_context(forked_modules.servers())
