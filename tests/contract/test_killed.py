@@ -2,17 +2,15 @@
 
 import os
 import signal
-import sys
 
 import pytest
 import torch
-from runs import build_plain, check_same, checkpointer, end_keeper, freeze, supervised
+from runs import check_same, checkpointer, end_keeper, freeze
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, MultiStepLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import AveragedModel
 
 import forked
-from everstep import Conflict, Store
 
 STEPS = 5
 
@@ -97,34 +95,3 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(store, source, monkeypa
     for _ in range(3):
         train(expected)
     check_same(freeze(restored), freeze(expected))
-
-
-def goes_on_elsewhere(store):
-    """Two steps after what is there; the second one when somebody says so."""
-    state = build_plain(2)
-    with checkpointer(store, state) as saver:
-        start = saver.restore()
-        for step in (start + 1, start + 2):
-            supervised(state)
-            saver.save(step).wait("local")
-            print(step, flush=True)
-            sys.stdin.readline()
-
-
-def test_two_processes_on_one_store(store):
-    """The newer one has it; the older one hears of that."""
-    state = build_plain(1)
-    saver = checkpointer(store, state)
-    supervised(state)
-    saver.save(1).wait("local")
-    with forked.Forked(goes_on_elsewhere, store) as other:
-        assert other.stdout.readline() == "2\n"
-        supervised(state)
-        with pytest.raises(Conflict, match="step 2"):
-            saver.save(2).wait("local")
-        with pytest.raises(Conflict):
-            saver.close()
-        print("\n", file=other.stdin, flush=True)
-        assert other.wait() == 0
-    manifests = [Store(store).manifest(step) for step in Store(store).steps()]
-    assert [(each.step, each.epoch) for each in manifests] == [(1, 1), (2, 2), (3, 2)]

@@ -190,36 +190,6 @@ def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     check_against_uninterrupted(store, losses)
 
 
-def seals_and_dies(store):
-    state = build()
-    checkpointer = everstep.Checkpointer(store, state)
-    train_one_step(state)
-    checkpointer.step(1).wait("held")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_sealed_state_is_committed_after_the_trainers_death(store):
-    """held means: the trainer's death does no harm."""
-    assert forked.run(seals_and_dies, store).returncode == -signal.SIGKILL
-    state = build()
-    with everstep.Checkpointer(store, state) as checkpointer:
-        assert checkpointer.restore() == 1
-
-
-def test_restores_from_the_keepers_memory_without_the_disk(store):
-    """The packs are gone from the disk; the keeper still has the state."""
-    run = Run(store)
-    run.read_steps(5)
-    run.kill()
-    state = build()
-    with everstep.Checkpointer(store, state) as checkpointer:
-        checkpointer._client.settle()  # the keeper has finished
-        newest = everstep.Store(store).latest()
-        for pack in (store / "data").glob("*.safetensors"):
-            pack.unlink()
-        assert checkpointer.restore() == newest >= run.last - 1
-
-
 def test_capture_output_does_not_hang(store):
     """subprocess.run(capture_output=True) waits for the pipes to close: the keeper must not hold
     them."""
@@ -231,9 +201,3 @@ def test_capture_output_does_not_hang(store):
         check=True,
     )
     assert '"done": true' in done.stdout
-
-
-def test_every_tenth(store):
-    run = Run(store, steps=25, every=10)
-    run.finish()
-    assert everstep.Store(store).steps() == [10, 20]

@@ -175,21 +175,6 @@ def test_writes_never_touch_a_file_that_is_there(tmp_path):
     assert disk.read("x") == b"first"
 
 
-def test_one_of_eight_creates_wins(place):
-    disks = [Disk(place / "s") for _ in range(8)]
-    start = threading.Barrier(8)
-
-    def create(number: int) -> bool:
-        start.wait()
-        return disks[number].create("epochs/0001.json", b"%d" % number)
-
-    with ThreadPoolExecutor(8) as pool:
-        won = list(pool.map(create, range(8)))
-    assert sum(won) == 1
-    assert disks[0].read("epochs/0001.json") == b"%d" % won.index(True)
-    assert disks[0].list("epochs") == ["0001.json"]
-
-
 def test_claims_by_eight_threads_are_all_different(place):
     start = threading.Barrier(8)
 
@@ -214,14 +199,6 @@ def test_delete_and_directories(tmp_path):
     assert disk.list("tags") == disk.list("nowhere") == []
     assert (tmp_path / "s/tags").is_dir()
     assert disk.create("checkpoints/1/manifest.json", b"2")
-
-
-def test_replace(tmp_path):
-    disk = Disk(tmp_path / "s")
-    disk.replace("tags/x", b"1")
-    disk.replace("tags/x", b"2")
-    assert disk.read("tags/x") == b"2"
-    assert disk.list("tags") == ["x"]
 
 
 def test_reading(place, monkeypatch):

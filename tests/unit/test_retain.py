@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from everstep import Corrupt, Keep, Missing, Store
+from everstep import Corrupt, Keep, Store
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, retain
 from stores import go_on, make_store, packs_of
@@ -42,15 +42,6 @@ def test_deleting_frees_the_disk_and_touches_nothing_else(tmp_path):
     assert store.verify().ok
     assert len(list((tmp_path / "checkpoints").iterdir())) == 2
     assert retain.apply(trainer.disk, Keep(last=2)) == 0
-
-
-def test_a_deleted_checkpoint_takes_its_tags_along(tmp_path):
-    make_store(tmp_path, {1: "best", 2: None})
-    store = Store(tmp_path)
-    assert store.delete("best") > 0
-    with pytest.raises(Missing, match="best"):
-        store.manifest("best")
-    assert store.steps() == [2]
 
 
 def test_nothing_is_deleted_while_a_manifest_cannot_be_read(tmp_path):

@@ -10,7 +10,7 @@ from everstep import Conflict, Corrupt, Missing, Store, Unavailable, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
-from everstep.store import catalog, commit
+from everstep.store import commit
 from everstep.store.names import parse_checkpoint
 from everstep.tiers.disk import Disk
 from independent_reader import Damaged
@@ -209,13 +209,6 @@ def test_a_superseded_writer_stops(tmp_path):
     assert len(packs_of(tmp_path)) == 3
 
 
-def test_tags_move(tmp_path):
-    trainer = make_store(tmp_path, {1: "best", 2: None})
-    commit.set_tag(trainer.disk, "best", CheckpointName(2, 1))
-    assert Store(tmp_path).manifest("best").step == 2
-    assert not [path for path in files_of(tmp_path) if path.endswith(".tmp")]
-
-
 @pytest.mark.parametrize(
     "tag", ["", "7", "12-3", "../x", "a/b", ".x", "-x", "é", "x" * 101, "a b", "latest"]
 )
@@ -236,12 +229,6 @@ def test_a_step_of_another_epoch_is_named(tmp_path):
     make_store(tmp_path, [1, 2])
     with pytest.raises(Missing, match=r"no checkpoint or tag '2-7' .*of that step it has 2-1"):
         Store(tmp_path).manifest("2-7")
-
-
-def test_epochs_are_claimed_once_each(tmp_path):
-    trainer = make_store(tmp_path, [1])
-    assert [commit.claim_epoch(trainer.disk, 1, 1) for _ in range(3)] == [2, 3, 4]
-    assert catalog.read_epochs(trainer.disk)[4].parent == 1
 
 
 def test_names():
