@@ -167,7 +167,7 @@ class Disk:
     def _stat(self, path: str) -> os.stat_result | None:
         with self._telling("looking for", path):
             try:
-                return os.stat(self.root / path)
+                return os.stat(f"{self.root}/{path}")
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -360,4 +360,5 @@ class Disk:
     def _telling(
         self, verb: str, path: str, size: int | None = None
     ) -> AbstractContextManager[None]:
-        return telling(verb, self.root / path, size)
+        # Each of thousands of steps is asked for: no Path is made.
+        return telling(verb, f"{self.root}/{path}", size)
