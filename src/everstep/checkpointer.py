@@ -170,7 +170,6 @@ class Checkpointer:
         self._preemption = Preemption(
             self._world, self._is_saved, lambda: self.wait(timeout=_CLOSE_S)
         )
-        self._preemption.install()
         _close_in_children(self)
         atexit.register(self._close_at_exit)
 

@@ -34,6 +34,7 @@ class Preemption:
     def __init__(
         self, world: World, is_saved: Callable[[], bool], wait_local: Callable[[], None]
     ) -> None:
+        """Takes the signal over, where that is possible and nobody ignores it on purpose."""
         self.is_last = False
         """Whether the run ends after the step that it is at."""
         self._is_requested = False
@@ -44,9 +45,6 @@ class Preemption:
         self._previous: Any = None
         self._is_installed = False
         self._pid = os.getpid()
-
-    def install(self) -> None:
-        """Take the signal over, where that is possible and nobody ignores it on purpose."""
         if threading.current_thread() is not threading.main_thread():
             log.info("SIGTERM is not handled: the Checkpointer was not made in the main thread")
             return
