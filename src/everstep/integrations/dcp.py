@@ -22,7 +22,6 @@ Invariants:
 import dataclasses
 import inspect
 import io
-import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -92,8 +91,6 @@ from everstep.store.names import parse_checkpoint
 from everstep.store.presence import living
 from everstep.store.retain import Keep
 from everstep.tiers.tier import Tier, tier_at
-
-log = logging.getLogger("everstep")
 
 Path = str | os.PathLike[str]
 

@@ -7,7 +7,6 @@ raised and the tensors are left half filled.
 
 import contextlib
 import ctypes
-import logging
 import mmap
 import os
 import threading
@@ -36,8 +35,6 @@ from everstep.tiers.files import Source
 
 if TYPE_CHECKING:
     from everstep.restore.choose import Candidate
-
-log = logging.getLogger("everstep")
 
 READS_IN_FLIGHT = min(16, max(8, os.cpu_count() or 8))
 """More than the disk asks for: some of the threads touch new memory meanwhile."""

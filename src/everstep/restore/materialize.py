@@ -4,7 +4,6 @@ On a CPU run's own kind of machine the result is exact, and nothing before it is
 else `exact` is false in it, and restores go on replaying the log, unless the user said otherwise.
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -24,8 +23,6 @@ from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.leaves import Leaf, bytes_of
 from everstep.store import catalog, commit
 from everstep.tiers.tier import Tier
-
-log = logging.getLogger("everstep")
 
 
 def materialize(disk: Tier, name: CheckpointName) -> Manifest:
