@@ -144,8 +144,10 @@ class Layerwise:
                     found[key] = place(image, expected.offsets[key], like).clone()
                 self._pool.take_back(slot)
             self._plan = None
-        self._slot = None
-        self._forget()
+        with self._lock:
+            self._slot = None
+            self._begun.clear()
+            self._arrived, self._groups, self._landings = [], [], []
         return early, found
 
     def close(self) -> None:
@@ -222,11 +224,6 @@ class Layerwise:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device]
-
-    def _forget(self) -> None:
-        with self._lock:
-            self._begun.clear()
-            self._arrived, self._groups, self._landings = [], [], []
 
 
 def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
