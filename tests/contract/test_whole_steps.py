@@ -18,6 +18,7 @@ from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName, encode_manifest
 from everstep.restore import materialize as materializing
 from everstep.restore.materialize import materialize
+from everstep.restore.rebuild import Rebuilt
 from everstep.store import catalog, commit, names, retain
 from everstep.tiers.disk import Disk
 from examples import slow
@@ -273,15 +274,16 @@ WEIGHT = "model.0.weight"
 @pytest.fixture
 def elsewhere(monkeypatch):
     """What is made whole comes to other last bits, as on another machine."""
-    rebuilt = materializing.rebuilt
 
-    def replay(*args, **options):
-        found = rebuilt(*args, **options)
-        bits = found[WEIGHT].detach().view(torch.int32)
-        bits[0, 0] ^= 1
-        return found
+    class Replay(Rebuilt):
+        @property
+        def tensors(self):
+            found = super().tensors
+            bits = found[WEIGHT].detach().view(torch.int32)
+            bits[0, 0] ^= 1
+            return found
 
-    monkeypatch.setattr(materializing, "rebuilt", replay)
+    monkeypatch.setattr(materializing, "Rebuilt", Replay)
     monkeypatch.setattr("everstep.restore.chain.Chain.why_inexact", ["torch 1"])
 
 
