@@ -59,7 +59,7 @@ def partner(tmp_path):
     """One with 64 MiB of memory."""
     memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
     holding = Holding(memory, store)
-    made = Partner(memory, store, holding, Attentive(holding, Address.new("127.0.0.1")))
+    made = Partner(memory, store, holding, Attentive(holding, Address("127.0.0.1", 0, "5e" * 32)))
     yield made
     for peer in made.peers:
         peer.close()

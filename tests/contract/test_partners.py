@@ -245,7 +245,7 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
 def before(partner, tmp_path):
     """A node whose checkpoints the partner holds: its store, which is served as well."""
     trainer = make_store(tmp_path / "own", [1, 2, 3])
-    service = Attentive(Holding(Memory(0), trainer.disk), Address.new("127.0.0.1"))
+    service = Attentive(Holding(Memory(0), trainer.disk), Address("127.0.0.1", 0, "5e" * 32))
     source = service.address.peer("store")
     partner.holding.meet(everstep.Store(tmp_path / "own").run, source, 0)
     yield trainer

@@ -8,7 +8,7 @@ import signal
 import sys
 
 from everstep.keeper import process
-from everstep.keeper.home import IDLE_S, Home, endpoint, take_lock
+from everstep.keeper.home import BACKLOG, IDLE_S, Home, endpoint, take_lock
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def _detach(home: Home) -> None:
         os.read(reading, 1)
         os._exit(0)
     os.close(reading)
-    home.move_in()
+    home.listener.listen(BACKLOG)  # else its peers would take it for the one before the fork
     os.close(writing)
 
 

@@ -30,7 +30,7 @@ IDLE_S = 600.0
 
 LOG_BYTES_MAX = 1 << 20
 _LOG_BYTES_KEPT = 64 << 10
-_BACKLOG = 128
+BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
@@ -224,10 +224,6 @@ class Home:
             os.ftruncate(2, 0)
             os.write(2, tail)
 
-    def move_in(self) -> None:
-        """Say at the socket that it is this process that listens, after a fork."""
-        self.listener.listen(_BACKLOG)
-
     def leave(self) -> None:
         """Listen no more, and remove the files, unless that was done: the lock last, as who has it
         may listen."""
@@ -266,7 +262,7 @@ def listen(path: Path) -> socket.socket:
         raise
     finally:
         os.umask(previous)
-    listener.listen(_BACKLOG)
+    listener.listen(BACKLOG)
     return listener
 
 

@@ -11,7 +11,6 @@ Invariants:
 import json
 import logging
 import re
-import secrets
 import socket
 import socketserver
 import threading
@@ -51,11 +50,6 @@ class Address(NamedTuple):
         if type(host) is not str or type(port) is not int or len(bytes.fromhex(secret)) < 16:
             raise ValueError(f"an address of a partner: {host!r}, {port!r}")
         return cls(host, port, secret)
-
-    @classmethod
-    def new(cls, host: str) -> "Address":
-        """Any free port there, and a new secret."""
-        return cls(host, 0, secrets.token_hex(32))
 
     def peer(self, tier: str, away_s: float = 0.0) -> Peer:
         """One of the tiers that are served there: "memory" or "store"."""

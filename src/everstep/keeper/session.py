@@ -64,7 +64,7 @@ class Session:
         self.spill: Spill | None = None
         self._jobs: dict[int, Job] = {}
         self._lock = threading.Lock()
-        self._send_lock = threading.Lock()
+        self._send_lock = threading.RLock()
         try:
             team.join(place, self, hello)
         except (ValueError, KeyError, TypeError):
@@ -83,15 +83,12 @@ class Session:
     def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
         """Send to the trainer, or lose it where it does not read. Any thread; does not block."""
         with self._send_lock:
-            self._send(message, fds)
-
-    def _send(self, message: wire.Message, fds: list[int] | None = None) -> None:
-        if self.connection:
-            try:
-                wire.send(self.connection, message, fds)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
+            if self.connection:
+                try:
+                    wire.send(self.connection, message, fds)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        self.connection.shutdown(socket.SHUT_RDWR)  # the main thread sees the end
 
     def hear(self, message: wire.Message) -> None:
         """Take a message that concerns this session alone. Raises ValueError for what is none."""
@@ -238,9 +235,9 @@ class Session:
         """The trainer has attached, for the first time or again; it hears the reply before all
         else."""
         with self._send_lock:
-            self._close_connection()
+            self.disconnect()
             self.connection = connection
-            self._send(reply)
+            self.tell(reply)
         self.silent_since = None
         self.orphan = False
         self.team.return_of(self.local)
@@ -263,12 +260,9 @@ class Session:
     def disconnect(self) -> None:
         """Close the socket."""
         with self._send_lock:
-            self._close_connection()
-
-    def _close_connection(self) -> None:
-        if self.connection:
-            self.connection.close()
-            self.connection = None
+            if self.connection:
+                self.connection.close()
+                self.connection = None
 
     def close(self) -> None:
         """Release arenas and descriptors; the session must be idle."""

@@ -8,6 +8,7 @@ that come, so that they find what it holds.
 
 import contextlib
 import os
+import secrets
 import socket
 
 from everstep.errors import Conflict, Missing, Unavailable
@@ -28,7 +29,8 @@ BUSY_S = 2.0
 def new_address() -> Address:
     """For this node's keeper, where it serves none yet: EVERSTEP_ADDRESS, or the address by which
     this node reaches that of rank 0."""
-    return Address.new(os.environ.get("EVERSTEP_ADDRESS") or _routed() or "127.0.0.1")
+    host = os.environ.get("EVERSTEP_ADDRESS") or _routed() or "127.0.0.1"
+    return Address(host, 0, secrets.token_hex(32))  # any free port
 
 
 def open_stores(world: World, place: Place, disk: Tier, remote: Tier | None) -> str:
