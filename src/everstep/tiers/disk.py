@@ -166,10 +166,7 @@ class Disk:
 
     def _stat(self, path: str) -> os.stat_result | None:
         with self._telling("looking for", path):
-            try:
-                return os.stat(f"{self.root}/{path}")
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+            return _stat(f"{self.root}/{path}")
 
     def read(self, path: str) -> bytes:
         """The whole of a document; raises Missing, or Corrupt where it is too large to be one."""
@@ -194,8 +191,9 @@ class Disk:
 
     def holders(self, directory: str, name: str) -> Sequence[str]:
         """What lies in a directory and has a file of this name in it; sorted."""
-        found = self.list(directory)
-        return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
+        place, found = f"{self.root}/{directory}", self.list(directory)
+        with self._telling("looking into", directory):
+            return [each for each in found if _stat(f"{place}/{each}/{name}")]
 
     def bytes_in(self, directory: str) -> int:
         """Of the files in a directory, together; 0 where there is none. Raises Unavailable."""
@@ -360,5 +358,12 @@ class Disk:
     def _telling(
         self, verb: str, path: str, size: int | None = None
     ) -> AbstractContextManager[None]:
-        # Each of thousands of steps is asked for: no Path is made.
-        return telling(verb, f"{self.root}/{path}", size)
+        return telling(verb, self.root / path, size)
+
+
+def _stat(name: str) -> os.stat_result | None:
+    """Of a file; None where there is none. Thousands are asked for: no Path is made of each."""
+    try:
+        return os.stat(name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
