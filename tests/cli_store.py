@@ -109,13 +109,13 @@ def make_logged(path: Path) -> Disk:
     """States 10 and 14 of epoch 1; 11 to 13 and 15 are logs; epoch 2 went back to 12 and wrote the
     state 13 and the log 14."""
     disk, run = begin(path)
-    commit.claim_epoch(disk, None, 0)
+    commit.claim_epoch(disk, None)
     save(disk, run, 10, 1)
     for step in (11, 12, 13):
         save_log(disk, run, step, CheckpointName(step - 1, 1))
     save(disk, run, 14, 1)
     save_log(disk, run, 15, CheckpointName(14, 1))
-    commit.claim_epoch(disk, 1, 12)
+    commit.claim_epoch(disk, CheckpointName(12, 1))
     save(disk, run, 13, 2, parent={"step": 12, "epoch": 1})
     save_log(disk, run, 14, CheckpointName(13, 2))
     return disk
@@ -124,11 +124,11 @@ def make_logged(path: Path) -> Disk:
 def make_branched(path: Path) -> Disk:
     """40, 80 and 120 of epoch 1; epoch 2 went back to 80 and wrote 81 and 100; "best" is 80."""
     disk, run = begin(path)
-    commit.claim_epoch(disk, None, 0)
+    commit.claim_epoch(disk, None)
     for step in (40, 80, 120):
         save(disk, run, step, 1, metrics={"loss": 400 / step})
     commit.set_tag(disk, "best", CheckpointName(80, 1))
-    commit.claim_epoch(disk, 1, 80)
+    commit.claim_epoch(disk, CheckpointName(80, 1))
     for step in (81, 100):
         save(disk, run, step, 2, metrics={"loss": 4.25, "accuracy": 0.5})
     return disk

@@ -110,8 +110,7 @@ class Trainer:
 
     def claim(self, parent: CheckpointName | None = None) -> int:
         """Attach as a new epoch that goes on from `parent`."""
-        fork = parent.step if parent else 0
-        self.epoch = commit.claim_epoch(self.disk, parent.epoch if parent else None, fork)
+        self.epoch = commit.claim_epoch(self.disk, parent)
         self.writer.epoch, self.writer.parent = self.epoch, parent
         return self.epoch
 

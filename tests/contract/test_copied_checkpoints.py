@@ -186,7 +186,7 @@ def test_two_writers_of_one_run_are_told_apart(logged, target, tmp_path):
     Copier(logged, target).copy(CheckpointName(12, 1))
     with pytest.raises(Conflict, match="another checkpoint of that name"):
         Copier(other, target).copy(CheckpointName(12, 1))
-    commit.claim_epoch(other, 1, 12)
+    commit.claim_epoch(other, CheckpointName(12, 1))
     cli_store.save(other, run, 13, 2)
     Copier(logged, target).copy(CheckpointName(13, 2))
     with pytest.raises(Conflict, match="another"):
@@ -202,7 +202,7 @@ class Claiming(Disk):
         found = super().list(directory)
         if directory == names.EPOCHS and self.around:
             around, self.around = self.around, None
-            commit.claim_epoch(self, 2, 14, remote=around)
+            commit.claim_epoch(self, CheckpointName(14, 2), remote=around)
         return found
 
 
@@ -213,7 +213,7 @@ def test_a_claim_that_is_made_meanwhile_is_no_other_writers(logged, target):
     lead(source, target)
     assert catalog.claimed(source) == [1, 2, 3]
     assert 3 in catalog.claimed(target)
-    commit.claim_epoch(target, 3, 14)
+    commit.claim_epoch(target, CheckpointName(14, 3))
     with pytest.raises(Conflict, match="another writer has started epoch 4"):
         lead(source, target)
 

@@ -383,7 +383,7 @@ def test_random_deletions(store, seen):
             retain.delete(disk, [choice.choice(there)])
         except Conflict:
             continue
-    commit.claim_epoch(disk, 1, STEPS)  # what the run has left is nobody's
+    commit.claim_epoch(disk, CheckpointName(STEPS, 1))  # what the run has left is nobody's
     retain.sweep(disk)
     assert Store(store).verify().ok
     for name in catalog.committed(disk)[::2]:

@@ -70,7 +70,7 @@ def test_gc_deletes_the_parts_of_a_spread_base_that_was_made_whole(store):
     frozen = run_saved(store, 6, keep=everstep.Keep(last=2), **LOG)
     until(lambda: len(packs_of(store)) == 4, "records 3 to 6 are needed")
     assert materialize(Disk(store), CheckpointName(5, 1)).exact
-    commit.claim_epoch(Disk(store), 1, 6)
+    commit.claim_epoch(Disk(store), CheckpointName(6, 1))
     Store(store).gc()
     assert len(packs_of(store)) == 3
     assert Store(store).verify().ok

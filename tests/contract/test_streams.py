@@ -190,7 +190,7 @@ def test_it_goes_to_other_tiers_and_with_the_last_that_names_it(local, tmp_path)
     disk = tier_at(local)
     retain.delete(disk, [name for name in catalog.committed(disk) if name.step < 4])
     assert len(large_packs(local)) == 1
-    commit.claim_epoch(disk, 1, 4)
+    commit.claim_epoch(disk, CheckpointName(4, 1))
     retain.sweep(disk)
     assert Store(local).verify().ok
 

@@ -62,7 +62,7 @@ def leaves(packs: int, epoch: int = 1, checkpoints: int | None = None) -> Callab
     packs stay, and checkpoints, where that is said."""
 
     def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, epoch, catalog.lineage(disk)[-1].step)
+        commit.claim_epoch(disk, CheckpointName(catalog.lineage(disk)[-1].step, epoch))
         retain.sweep(disk)
         assert len(packs_of(disk.root)) == packs
         assert checkpoints in (None, len(catalog.committed(disk)))

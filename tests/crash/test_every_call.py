@@ -179,7 +179,7 @@ def test_retention_of_chains(folder, fault):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_claim_of_an_epoch(folder, fault):
     def claim(disk: Disk, promises: Promises) -> None:
-        promises.epochs.add(commit.claim_epoch(disk, 1, 2))
+        promises.epochs.add(commit.claim_epoch(disk, CheckpointName(2, 1)))
         assert [name.step for name in catalog.lineage(disk)] == [1, 2]
 
     assert sweep(folder, _two_checkpoints, claim, fault) > 8
@@ -242,7 +242,7 @@ def test_gc_after_a_delete_that_was_killed(folder, fault):
     """A manifest that is unlinked but not synced may come back: its packs must still be there."""
 
     def delete_and_collect(disk: Disk, promises: Promises) -> None:
-        commit.claim_epoch(disk, 1, 2)
+        commit.claim_epoch(disk, CheckpointName(2, 1))
         promises.checkpoints.discard(CheckpointName(1, 1))
         if CheckpointName(1, 1) in catalog.committed(disk):
             retain.delete(disk, [CheckpointName(1, 1)])

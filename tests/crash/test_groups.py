@@ -152,7 +152,7 @@ def test_a_superseded_writer_commits_no_group(tmp_path):
     disk = Disk(tmp_path / "store")
     _begun(disk)
     trainer = _trainer(disk)
-    commit.claim_epoch(disk, 1, 2)
+    commit.claim_epoch(disk, CheckpointName(2, 1))
     assert isinstance(trainer.group(GROUP)[0], Conflict)
     assert len(packs_of(disk.root)) == 2
     assert catalog.committed(disk) == [CheckpointName(1, 1), CheckpointName(2, 1)]

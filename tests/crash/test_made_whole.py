@@ -74,7 +74,7 @@ def test_making_a_step_whole(folder, logged, fault):
         assert [manifest.step for manifest in Store(disk.root).chain(5)] == [4, 5]
 
     def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, STEPS)
+        commit.claim_epoch(disk, CheckpointName(STEPS, 1))
         retain.sweep(disk)
         assert len(packs_of(disk.root)) == STEPS + 1
         assert retain.apply(disk, Keep(last=1)) > 0  # nothing is needed but 4 and 5
@@ -112,7 +112,7 @@ def test_deleting_what_was_made_whole(folder, logged, fault):
         check_read(disk.root, 5, live)
 
     def finish(disk: Disk) -> None:
-        commit.claim_epoch(disk, 1, STEPS)
+        commit.claim_epoch(disk, CheckpointName(STEPS, 1))
         retain.sweep(disk)
         assert len(packs_of(disk.root)) == 2
         assert len(disk.list(names.CHECKPOINTS)) == 1

@@ -71,7 +71,7 @@ def test_ls_names_a_damaged_manifest(store, capsys):
 
 def test_ls_hides_the_middle_of_long_runs(tmp_path, capsys):
     disk, identity = cli_store.begin(tmp_path)
-    commit.claim_epoch(disk, None, 0)
+    commit.claim_epoch(disk, None)
     for step in range(1, 31):
         cli_store.save(disk, identity, step, 1)
     commit.set_tag(disk, "best", CheckpointName(20, 1))
@@ -86,7 +86,7 @@ def test_ls_hides_the_middle_of_long_runs(tmp_path, capsys):
 def test_ls_leaves_out_epochs_that_wrote_nothing(store, capsys):
     disk = Disk(store)
     for fork in (100, 81):
-        commit.claim_epoch(disk, 2, fork)
+        commit.claim_epoch(disk, CheckpointName(fork, 2))
     assert run("ls", store) == 0
     out = capsys.readouterr().out
     assert "epoch 3 " not in out
@@ -347,7 +347,7 @@ def test_without_stdout_the_exit_code_tells(store):
 
 def test_what_a_store_holds_cannot_steer_the_terminal(tmp_path, capsys):
     disk, identity = cli_store.begin(tmp_path)
-    commit.claim_epoch(disk, None, 0)
+    commit.claim_epoch(disk, None)
     cli_store.save(disk, identity, 1, 1, metrics={"a\x1b[2J": "\x1b]0;owned\x07\n"})
     for words in (["ls", tmp_path], ["show", tmp_path]):
         assert run(*words) == 0

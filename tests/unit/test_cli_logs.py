@@ -149,7 +149,7 @@ def test_show_of_a_log_whose_chain_is_broken(logged, capsys):
 )
 def test_show_of_calls_that_are_none(tmp_path, capsys, calls):
     disk, identity = cli_store.begin(tmp_path)
-    commit.claim_epoch(disk, None, 0)
+    commit.claim_epoch(disk, None)
     base = cli_store.save(disk, identity, 1, 1)
     cli_store.save_log(disk, identity, 2, base, calls=calls)
     assert run("show", tmp_path) == 1

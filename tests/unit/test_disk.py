@@ -181,7 +181,7 @@ def test_claims_by_eight_threads_are_all_different(place):
     def claim(_: int) -> int:
         disk = Disk(place / "s")
         start.wait()
-        return commit.claim_epoch(disk, None, 0)
+        return commit.claim_epoch(disk, None)
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(claim, range(8))) == list(range(1, 9))

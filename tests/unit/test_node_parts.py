@@ -139,7 +139,7 @@ def test_only_the_same_attempt_is_found(tmp_path):
 def test_an_epoch_is_found_by_its_claim(tmp_path):
     disk = make_store(tmp_path / "store", [1]).disk
     assert catalog.find_attachment(disk, "run.1") is None
-    number = commit.claim_epoch(disk, 1, 1, "run.1")
+    number = commit.claim_epoch(disk, CheckpointName(1, 1), "run.1")
     assert catalog.find_attachment(disk, "run.1") == number
     assert catalog.find_attachment(disk, "run.2") is None
     assert catalog.read_epochs(disk)[number].attachment == "run.1"

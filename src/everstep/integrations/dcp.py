@@ -272,9 +272,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             )
         epoch = catalog.find_attachment(disk, self._id)
         if epoch is None:
-            origin = self._parent or CheckpointName(0, 0)
-            parent = origin.epoch if self._parent else None
-            epoch = commit.claim_epoch(disk, parent, origin.step, self._id)
+            epoch = commit.claim_epoch(disk, self._parent, self._id)
         commit.check_epoch(disk, epoch, step)
         self._name = CheckpointName(step, epoch)
         return self._name

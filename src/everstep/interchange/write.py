@@ -103,9 +103,8 @@ def _write(
 
 def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:
     """The epoch for which the packs are named. Raises Conflict where another has come to be."""
-    before = (parent.epoch, parent.step) if parent else (None, 0)
     is_next = max(catalog.known_epochs(disk), default=0) + 1 == name.epoch
-    if not is_next or commit.claim_epoch(disk, *before) != name.epoch:
+    if not is_next or commit.claim_epoch(disk, parent) != name.epoch:
         raise Conflict(f"{what}: somebody else has begun epoch {name.epoch} meanwhile. Try again")
 
 

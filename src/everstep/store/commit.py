@@ -64,18 +64,16 @@ def _answer(question: Callable[[], T]) -> T | None:
 
 def claim_epoch(
     disk: Tier,
-    parent: int | None,
-    fork: int,
+    parent: CheckpointName | None,
     attachment: str | None = None,
     remote: Tier | None = None,
 ) -> int:
     """Claim the next epoch by atomic create, and return its number.
 
-    `parent` and `fork` say where the run goes on from: the epoch and step that were restored, or
-    None and 0 for a start from nothing; `attachment`: see Epoch. Makes the store where there is
-    none. The remote tier has the claim, too: where two writers have stores of their own, one
-    gets the number. Where it does not answer, the number is one that nobody else takes, and
-    `copy.lead` tells later whether another writer has gone on there.
+    `parent`: the checkpoint that the run goes on from, None for a start from nothing; `attachment`:
+    see Epoch. Makes the store where there is none. The remote tier has the claim, too: where two
+    writers have stores of their own, one gets the number. Where it does not answer, the number is
+    one that nobody else takes, and `copy.lead` tells later whether another writer has gone on.
     """
     open_store(disk)
     while True:
@@ -84,8 +82,8 @@ def claim_epoch(
         skipped = secrets.randbelow(_UNSEEN) if remote and not shared else 0
         number = max(catalog.known_epochs(disk), default=0) + 1 + skipped
         claim = {
-            "parent": parent,
-            "fork": fork,
+            "parent": parent and parent.epoch,
+            "fork": parent.step if parent else 0,
             "created": now(),
             "writer": f"{socket.gethostname()}:{os.getpid()}",
             **({} if attachment is None else {"attachment": attachment}),

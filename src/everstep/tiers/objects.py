@@ -4,6 +4,7 @@ nothing to sync. They are read by ranges, each by a request of its own."""
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from everstep.errors import Missing
 from everstep.tiers.files import read_whole
@@ -36,9 +37,11 @@ class Objects(ABC):
         """The names in a directory, sorted."""
 
     def open(self, path: str, direct: bool = False) -> "RangeReader":
-        """Open for reading."""
+        """Open for reading. Raises Missing, Unavailable."""
         del direct
-        return RangeReader(self, path)
+        if (size := self.size(path)) is None:
+            raise Missing(f"reading {self.root / path}: there is no such file")
+        return RangeReader(self, path, size)
 
     def read(self, path: str) -> bytes:
         """See Disk."""
@@ -71,22 +74,18 @@ class Objects(ABC):
         yield
 
 
+@dataclass(slots=True)
 class RangeReader:
     """A file of such a tier. `read_into` is thread-safe."""
 
-    def __init__(self, tier: Objects, path: str) -> None:
-        """Raises Missing, Unavailable."""
-        size = tier.size(path)
-        if size is None:
-            raise Missing(f"reading {tier.root / path}: there is no such file")
-        self.size = size
-        self._tier = tier
-        self._path = path
+    tier: Objects
+    path: str
+    size: int
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes from `offset`."""
         if len(view):
-            self._tier.read_range(self._path, offset, view)
+            self.tier.read_range(self.path, offset, view)
 
     def close(self) -> None:
         """Nothing to release."""

@@ -282,15 +282,14 @@ class Team:
         """A new one; of several ranks the one that this claim got before (from a keeper that has
         died), or that rank 0's node claims."""
         disk, place = self.writer.disk, self.place
-        before, fork = (parent.epoch, parent.step) if parent else (None, 0)
         remote = self.writer.remote.tier if self.writer.remote else None
         if place.is_alone:
-            return commit.claim_epoch(disk, before, fork, remote=remote)
+            return commit.claim_epoch(disk, parent, remote=remote)
         attachment = place.named(number)
         if self._nodes and not place.commits:
             return self._nodes.await_epoch(attachment)
         known = catalog.find_attachment(disk, attachment)
-        return known or commit.claim_epoch(disk, before, fork, attachment, remote)
+        return known or commit.claim_epoch(disk, parent, attachment, remote)
 
     def is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
