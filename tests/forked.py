@@ -37,9 +37,11 @@ _preloaded = ["forked_preload"]
 
 
 def preload(*modules: str) -> None:
-    """Modules that the server imports, too, where it does not run yet; those that are not installed
-    it leaves out."""
-    _preloaded.extend(set(modules) - set(_preloaded))
+    """Modules that the server imports, too, for which one that runs is started anew; those that are
+    not installed it leaves out."""
+    if new := set(modules) - set(_preloaded):
+        _preloaded.extend(new)
+        forkserver._forkserver._stop()
 
 
 def start_server() -> None:

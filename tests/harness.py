@@ -41,7 +41,10 @@ import forked
 from stores import end_keeper
 
 _DIES_WITH_ITS_PARENT = 1  # PR_SET_PDEATHSIG
-LIBRARIES = ("torchdata.stateful_dataloader", "transformers", "accelerate", "lightning.pytorch")
+LIBRARIES = [
+    "torchdata.stateful_dataloader", "accelerate", "lightning.pytorch", "peft", "prodigyopt",
+    "schedulefree", "transformers.models.gpt2.modeling_gpt2", "transformers.trainer",
+]  # fmt: skip
 Trains = Callable[[Path | None, "Trace"], None]
 
 
