@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import forked_modules
 from buckets import bucket, bucket_server, proxied, proxy  # noqa: F401 - fixtures
@@ -19,6 +20,8 @@ from partners import partner  # noqa: F401 - a fixture
 from stores import end_keeper
 
 forked_modules.install()
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 def pytest_configure(config):

@@ -318,11 +318,10 @@ def _is_possible(plan):
 
 possible = plans.filter(_is_possible)
 fast = settings(
-    deadline=None,
     derandomize=False,
     print_blob=True,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
-    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    suppress_health_check=[HealthCheck.filter_too_much],
 )
 
 

@@ -74,7 +74,7 @@ def through_json(value):
     return decode(json.loads(text.encode()), refuse)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.recursive(SCALARS, nest, max_leaves=12))
 def test_any_value_comes_back_with_equal_types(value):
     assert bits(through_json(value)) == bits(value)

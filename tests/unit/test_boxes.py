@@ -9,7 +9,7 @@ from everstep.format.boxes import Box, flat_boxes
 from examples import examples
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.data())
 def test_a_flat_range_is_a_few_boxes_in_order(data):
     shape = data.draw(shapes())

@@ -219,7 +219,7 @@ def test_subclass_is_torchs():
     assert raw_of(parameter) is None
 
 
-@settings(max_examples=examples(80), deadline=None)
+@settings(max_examples=examples(80))
 @given(st.data())
 def test_any_list(data):
     shapes = st.lists(st.integers(0, 5), max_size=3)

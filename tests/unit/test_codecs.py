@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.codecs.planes import decode_into, encode
@@ -95,26 +95,22 @@ def pieces(draw):
     return np.stack(planes, axis=1).tobytes() + tail, item_size
 
 
-@settings(deadline=None)
 @given(pieces(), st.booleans())
 def test_what_is_encoded_comes_back(piece, entropy):
     round_trip(*piece, entropy)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.sampled_from(ITEM_SIZES), st.booleans())
 def test_any_bytes_come_back(raw, item_size, entropy):
     round_trip(raw, item_size, entropy)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=100), st.sampled_from(ITEM_SIZES), st.integers(0, 40))
 def test_random_bytes_are_refused(encoded, item_size, size):
     with pytest.raises(Corrupt):  # a magic and a size that fit are not met by chance
         decode(encoded, item_size, size)
 
 
-@settings(deadline=None)
 @given(pieces(), st.integers(1, 7))
 def test_alignment_does_not_matter(piece, offset):
     raw, item_size = piece

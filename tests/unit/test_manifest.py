@@ -100,7 +100,7 @@ def test_paths_stay_inside_the_store(path):
         decode_manifest(_changed(encode_manifest(MANIFEST), change), "x")
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_a_changed_table_is_refused_or_harmless(data):
     """Whatever one value of a piece is changed to: no reader seeks or allocates beyond the pack."""

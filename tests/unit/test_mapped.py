@@ -41,7 +41,7 @@ def filled(shards):
     return found
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.data())
 def test_a_range_is_views_of_its_memory(data):
     shape = data.draw(shapes())
@@ -120,7 +120,7 @@ def trained(size, layout):
     return model, optimizer, state
 
 
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(100))
 @given(st.data())
 def test_ranks_make_up_tensors_and_optimizer_state_and_take_them_back(data):
     listed = data.draw(

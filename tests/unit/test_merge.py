@@ -26,7 +26,7 @@ from everstep.format.tables import FileLink, Table, decode_table, encode_table, 
 from examples import examples
 from stores import content
 
-MANY = settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
+MANY = settings(max_examples=examples(80), suppress_health_check=list(HealthCheck))
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple) | st.sampled_from(
     [(40, 64), (13, 3, 50), (9000,)]
 )

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import safetensors
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep import Unsupported
@@ -35,7 +35,7 @@ def _entries(header: bytes) -> dict:
     return json.loads(header[8:])
 
 
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=examples(60))
 @given(SPECS, st.integers(1, 4))
 def test_layout(specs, entries_max):
     limit, packs.ENTRIES_PER_PACK_MAX = packs.ENTRIES_PER_PACK_MAX, entries_max

@@ -74,7 +74,7 @@ def check(source, destinations):
 
 @pytest.mark.usefixtures("small_chunks")
 class TestSmallChunks:
-    @settings(max_examples=examples(250), deadline=None)
+    @settings(max_examples=examples(250))
     @given(st.data())
     def test_any_boxes_out_of_any_boxes(self, data):
         source = data.draw(written())
@@ -84,7 +84,7 @@ class TestSmallChunks:
         source.load(destinations)
         check(source, destinations)
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.data())
     def test_what_goes_to_a_device_is_picked_likewise(self, data):
         """The same copies with this machine's memory as the device's."""
@@ -99,7 +99,7 @@ class TestSmallChunks:
                     delivery.put(target, view)
         check(source, [destination])
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.data())
     def test_the_plan_has_what_is_needed_once_and_nothing_else(self, data):
         source = data.draw(written())
@@ -124,7 +124,7 @@ class TestSmallChunks:
                     for t in span.targets
                 )
 
-    @settings(max_examples=examples(150), deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.data())
     def test_damage_is_found_where_it_would_be_used(self, data):
         source = data.draw(written())

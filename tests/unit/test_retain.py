@@ -4,7 +4,7 @@ import os
 import time
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep import Corrupt, Keep, Store
@@ -83,9 +83,7 @@ def test_keep_refuses_nonsense(wrong):
         Keep(**wrong)
 
 
-@settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(1, 3), st.booleans()), max_size=5),
     st.integers(1, 3),

@@ -113,7 +113,7 @@ def _digest(data):
 
 @pytest.mark.usefixtures("small_chunks")
 class TestAnyBoxes:
-    @settings(max_examples=examples(200), deadline=None)
+    @settings(max_examples=examples(200))
     @given(st.data())
     def test_of_the_copy_and_of_its_master(self, data):
         shape = data.draw(shapes())
@@ -130,7 +130,7 @@ class TestAnyBoxes:
                 expected = getattr(source, name)[each.box.slices_in(Box.whole(shape))]
                 assert as_items(each.tensor).numpy().tobytes() == expected.tobytes()
 
-    @settings(max_examples=examples(50), deadline=None)
+    @settings(max_examples=examples(50))
     @given(st.data())
     def test_masters_are_found(self, data):
         shape = data.draw(shapes().filter(lambda shape: len(shape) > 0 and min(shape) > 0))

@@ -16,7 +16,7 @@ routes = st.sampled_from(["auto", "local", "remote"])
 
 
 @given(st.integers(0, 250), tiers_of, st.sampled_from(NAMES), routes)
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(600))
 def test_a_tier_that_can_take_it_gets_it(size, tiers, favourite, route) -> None:
     found = choose(size, tiers, favourite, route)
     able = [name for name, tier in tiers.items() if tier.answers and size <= tier.free_bytes]
@@ -72,7 +72,7 @@ def test_what_is_spilled_has_room_and_waits_longest(waiting, room, is_writing) -
     st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=60),
     st.integers(1, 5),
 )
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 def test_a_slow_tier_gets_the_newest_and_all_that_is_tagged(turns, backlog_max) -> None:
     """In each turn some steps come, tagged ones or not, and one is copied."""
     waiting, tagged, copied, dropped = set(), set(), [], set()

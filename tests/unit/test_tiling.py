@@ -56,7 +56,7 @@ def tiled(draw, shape: tuple[int, ...]) -> list[Box]:
     return boxes
 
 
-@settings(max_examples=examples(600), deadline=None)
+@settings(max_examples=examples(600))
 @given(st.data())
 def test_flaws_are_those_of_the_elements(data):
     shape = data.draw(st.lists(st.integers(0, 5), max_size=3).map(tuple))
