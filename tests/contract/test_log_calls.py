@@ -142,8 +142,12 @@ class Polyak(Plain):
         self.update(loss)
 
 
-def test_an_optimizer_that_needs_its_closures_loss(store):
-    check_run(store, partial(build, kind=Polyak), train_in_closure)
+class Noisy(Plain):
+    @torch.no_grad()
+    def update(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad + torch.randn_like(parameter), alpha=-group["lr"])
 
 
 class Scaled(Plain):
@@ -151,13 +155,18 @@ class Scaled(Plain):
         self.update(scale)
 
 
-def test_arguments_of_step(store):
-    def step(state, _):
-        state["optimizer"].zero_grad()
-        backward(state)
-        state["optimizer"].step(scale=0.1)
+def train_scaled(state, _):
+    state["optimizer"].zero_grad()
+    backward(state)
+    state["optimizer"].step(scale=0.1)
 
-    check_run(store, partial(build, kind=Scaled), step)
+
+@pytest.mark.parametrize(
+    ("kind", "train"), [(Polyak, train_in_closure), (Noisy, train), (Scaled, train_scaled)]
+)
+def test_what_an_update_needs_besides_gradients(store, kind, train):
+    """Its closure's loss, random numbers, arguments."""
+    check_run(store, partial(build, kind=kind), train)
 
 
 class Refusing(Plain):
@@ -181,18 +190,6 @@ def test_an_update_that_raises(store):
             state["optimizer"].step()
 
     check_run(store, partial(build, kind=Refusing), step)
-
-
-class Noisy(Plain):
-    @torch.no_grad()
-    def update(self):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.add_(parameter.grad + torch.randn_like(parameter), alpha=-group["lr"])
-
-
-def test_an_optimizer_that_draws_random_numbers(store):
-    check_run(store, partial(build, kind=Noisy), train)
 
 
 @pytest.mark.parametrize("clip", [everstep.clip_grad_norm_, *slow(None)])
