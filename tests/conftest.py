@@ -46,20 +46,6 @@ def pytest_collection():
 
 
 @pytest.fixture
-def store(tmp_path):
-    path = tmp_path / "store"
-    yield path
-    end_keeper(path)
-
-
-@pytest.fixture
-def other_store(tmp_path):
-    path = tmp_path / "other"
-    yield path
-    end_keeper(path)
-
-
-@pytest.fixture
 def stores(tmp_path):
     """Stores by name, whose keepers end with the test."""
     made = set()
@@ -71,6 +57,16 @@ def stores(tmp_path):
     yield store
     for path in made:
         end_keeper(path)
+
+
+@pytest.fixture
+def store(stores):
+    return stores("store")
+
+
+@pytest.fixture
+def other_store(stores):
+    return stores("other")
 
 
 @pytest.fixture

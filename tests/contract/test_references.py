@@ -185,9 +185,8 @@ def tensors_of(state):
 
 
 @pytest.fixture
-def local(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+def local(stores):
+    return stores("store")
 
 
 def saves(store, state, steps, **options):

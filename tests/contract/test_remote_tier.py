@@ -31,10 +31,8 @@ STEPS = 12
 
 
 @pytest.fixture
-def local(tmp_path):
-    store = tmp_path / "local"
-    yield store
-    end_keeper(store)
+def local(stores):
+    return stores("local")
 
 
 @pytest.fixture(params=["directory", *slow("bucket")])

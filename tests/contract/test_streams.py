@@ -84,9 +84,8 @@ def train(state):
 
 
 @pytest.fixture
-def local(tmp_path):
-    yield tmp_path / "store"
-    end_keeper(tmp_path / "store")
+def local(stores):
+    return stores("store")
 
 
 @pytest.fixture(params=["directory", "bucket"])
