@@ -189,12 +189,14 @@ def local(stores):
     return stores("store")
 
 
-def saves(store, state, steps, **options):
-    """Train and save these steps; the bytes that each wrote, and the weights after each."""
+def saves(store, state, steps, change=lambda step: None, **options):
+    """Train and save these steps, each after a change; the bytes that each wrote, and the weights
+    after each."""
     written, weights = [], {}
     with everstep.Checkpointer(store, state, keep=Keep(last=100), **options) as checkpointer:
         assert checkpointer.restore() == steps[0] - 1
         for step in steps:
+            change(step)
             train(state, step)
             handle = checkpointer.step(step)
             handle.wait(timeout=60)
@@ -227,20 +229,13 @@ def test_frozen_weights_cost_nothing_after_the_first_state(local, strategy):
 
 def test_layers_that_are_frozen_in_the_midst_of_training(local):
     state = build()
-    for parameter in state["model"].frozen.parameters():
-        parameter.requires_grad_(True)
-    state["optimizer"].add_param_group({"params": list(state["model"].frozen.parameters())})
-    written, weights = [], {}
-    with everstep.Checkpointer(local, state, strategy="full", keep=Keep(100)) as checkpointer:
-        for step in range(1, 11):
-            if step == 4:
-                for parameter in state["model"].frozen.parameters():
-                    parameter.requires_grad_(False)
-            train(state, step)
-            handle = checkpointer.step(step)
-            handle.wait(timeout=60)
-            written.append(handle.bytes)
-            weights[step] = tensors_of(state)
+    frozen = state["model"].frozen.requires_grad_(True)
+    state["optimizer"].add_param_group({"params": list(frozen.parameters())})
+
+    def freeze(step):
+        frozen.requires_grad_(step < 4)
+
+    written, weights = saves(local, state, range(1, 11), freeze, strategy="full")
     assert written[-1] < written[0] / 8
     assert Store(local).verify().ok
     check_restores(local, weights, lambda: state)
@@ -257,17 +252,14 @@ def frozen_stack():
 
 @pytest.mark.parametrize("strategy", ["full", "log"])
 def test_a_layer_that_is_unfrozen_costs_itself_and_its_neighbours_in_a_file(local, strategy):
-    state, written, weights = frozen_stack(), [], {}
-    with everstep.Checkpointer(local, state, strategy=strategy) as checkpointer:
-        for step in range(1, 8):
-            if step == 4:
-                unfrozen = state["model"][15].requires_grad_(True)
-                state["optimizer"].add_param_group({"params": list(unfrozen.parameters())})
-            train(state, step)
-            handle = checkpointer.step(step)
-            handle.wait(timeout=60)
-            written.append(handle.bytes)
-            weights[step] = tensors_of(state)
+    state = frozen_stack()
+
+    def unfreeze(step):
+        if step == 4:
+            layer = state["model"][15].requires_grad_(True)
+            state["optimizer"].add_param_group({"params": list(layer.parameters())})
+
+    written, weights = saves(local, state, range(1, 8), unfreeze, strategy=strategy)
     [part] = Store(local).manifest(1).parts
     largest = max(pack.size for pack in part.packs)
     layer = 256 * 257 * 4
