@@ -69,11 +69,12 @@ def boxed(store, strategy):
 
 
 @pytest.mark.parametrize("foreach", [False, *slow(True)])
-@pytest.mark.parametrize("names", [NAMES[::2], NAMES[1::2]], ids=["even", "odd"])
-def test_torchs_own_are_recorded(store, names, foreach):
+def test_torchs_own_are_recorded(store, foreach):
+    """Beside more statistics of BatchNorm than are looked at in a step: torch counts no write."""
+
     def make(seed):
         found = {}
-        for name in names:
+        for name in NAMES:
             options = {} if name == "Rprop" else {"weight_decay": 0.01}
             kind = getattr(torch.optim, name)
             found[name] = build(seed, kind, foreach=foreach, **options)

@@ -25,6 +25,7 @@ KINDS = [
     (torch.optim.ASGD, {}),
     (torch.optim.Adafactor, {}),
     (torch.optim.NAdam, {}),
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
 ]
 
 
@@ -70,6 +71,7 @@ def same(one, other):
     [
         (*KINDS[0], torch.bfloat16),
         (*KINDS[1], torch.float32),
+        (*KINDS[-1], torch.float32),
         *slow(*((*kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16))),
     ],
     ids=str,
@@ -257,6 +259,14 @@ def test_what_cannot_be_is_told():
     with pytest.raises(Unsupported, match="sparse"):
         offloaded.step()
     same([embedding.weight.detach()], [before])
+    turned = nn.Parameter(torch.zeros(3, 4).t())
+    with pytest.raises(Unsupported, match="does not lie row by row"):
+        OffloadedOptimizer(torch.optim.Adafactor, [turned])
+    half = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    half.grad_dtype = torch.float32
+    half.grad = torch.ones(3)
+    with pytest.raises(Unsupported, match=r"a gradient is torch\.float32"):
+        OffloadedOptimizer(torch.optim.SGD, [half], lr=0.1).step()
     offloaded = OffloadedOptimizer(torch.optim.SGD, net.parameters(), lr=0.1)
     gradients(list(net.parameters()), 1)
     offloaded.step()
@@ -297,6 +307,105 @@ def test_an_update_that_fails_there_is_told():
         optimizer.step()
     same(net.parameters(), plain.parameters())
     offloaded.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Each parameter is one."""
+    monkeypatch.setattr("everstep.offload.shared.CHUNK_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("how", ["fails", "interrupted"])
+def test_a_step_that_is_broken_off_is_no_state(how, monkeypatch):
+    net, plain = model(1), model(1)
+    groups = [{"params": [each]} for each in net.parameters()]
+    offloaded = OffloadedOptimizer(torch.optim.Adam, groups, lr=0.1)
+    reference = torch.optim.Adam(plain.parameters(), lr=0.1)
+
+    def update():
+        for each, optimizer in ((net, offloaded), (plain, reference)):
+            for parameter in each.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+
+    update()
+    weights, moments = copy.deepcopy(net.state_dict()), copy.deepcopy(offloaded.state_dict())
+    if how == "fails":
+        offloaded.param_groups[-1]["lr"] = "much"
+    else:
+
+        def interrupted():
+            until(lambda: offloaded._shared.is_changed, "nothing is made")
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(offloaded._process, "finish", interrupted)
+    with pytest.raises(Unavailable if how == "fails" else KeyboardInterrupt):
+        offloaded.step()
+    offloaded.param_groups[-1]["lr"] = 0.1
+    for call in (offloaded.step, offloaded.state_dict):
+        with pytest.raises(Unsupported, match=r"broken off.*restore\(\)"):
+            call()
+    net.load_state_dict(weights)
+    offloaded.load_state_dict(moments)
+    update()
+    same(net.parameters(), plain.parameters())
+    offloaded.close()
+
+
+def test_a_forked_child_keeps_no_worker(store):
+    """As those of a DataLoader, which live while their trainer ends the worker."""
+    net = model(1)
+    offloaded = OffloadedOptimizer(torch.optim.Adam, net.parameters())
+    gradients(list(net.parameters()), 1)
+    offloaded.step()
+    worker = offloaded._process.worker.pid
+    ours, theirs = os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(theirs)
+        os.read(ours, 1)
+        os._exit(0)
+    offloaded.close()
+    assert ended(worker)
+    os.close(theirs)
+    os.close(ours)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_weights_that_go_back_to_no_state_have_new_masters():
+    net = model(1, torch.bfloat16)
+    weights = [each.detach().clone() for each in net.parameters()]
+    offloaded = OffloadedOptimizer(torch.optim.Adam, net.parameters(), lr=1e-6)
+    for _ in range(2):  # in the second there is no state, and weights of the same bytes
+        for parameter in net.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        offloaded.step()
+        masters = [offloaded.state[each]["master"].clone() for each in net.parameters()]
+        same(net.parameters(), weights)
+        offloaded.load_state_dict({**offloaded.state_dict(), "state": {}})
+        offloaded.state.clear()
+    same(masters, [w.float() - 1e-6 for w in weights])
+    offloaded.close()
+
+
+def test_parameters_that_change_groups(monkeypatch):
+    net, plain = model(1), model(1)
+    optimizers = [
+        kind([{"params": [each], "lr": 0.1 * n} for n, each in enumerate(m.parameters(), 1)])
+        for m, kind in (
+            (net, lambda g: OffloadedOptimizer(torch.optim.Adam, g)),
+            (plain, torch.optim.Adam),
+        )
+    ]
+    for _ in range(2):
+        for each, optimizer in zip((net, plain), optimizers, strict=True):
+            for parameter in each.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            last = optimizer.param_groups.pop()
+            optimizer.param_groups[0]["params"] += last["params"]
+    same(net.parameters(), plain.parameters())
+    optimizers[0].close()
 
 
 class Watched(nn.Module):
@@ -346,7 +455,7 @@ def test_updates_overlap_with_backward(is_killed):
     overlapped.close()
 
 
-@pytest.mark.parametrize("change", ["accumulated", "clipped", "rate"])
+@pytest.mark.parametrize("change", ["accumulated", "clipped", "rate", "weight"])
 def test_what_overlap_cannot_have_is_told(change):
     net = model(1)
     weights = [each.detach().clone() for each in net.parameters()]
@@ -360,6 +469,9 @@ def test_what_overlap_cannot_have_is_told(change):
         nn.utils.clip_grad_norm_(net.parameters(), 0.001)
     elif change == "rate":
         offloaded.param_groups[0]["lr"] = 0.5
+    elif change == "weight":
+        with torch.no_grad():
+            next(net.parameters()).mul_(1.0)
     with pytest.raises(Unsupported, match=r"overlap=True.*restore\(\)"):
         loss().backward() if change == "accumulated" else offloaded.step()
     with pytest.raises(Unsupported, match="overlap=True"):

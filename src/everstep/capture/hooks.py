@@ -52,14 +52,17 @@ class Hook:
         self._before = self._optimizer.register_step_pre_hook(self._before_step)
         self._after = self._optimizer.register_step_post_hook(self._after_step)
         _ours.update((self._before.id, self._after.id))
-        offloaded = offloaded_of(self._optimizer)
-        self._overlap = offloaded and offloaded.overlap
+        self._offloaded = offloaded_of(self._optimizer)
+        self._overlap = self._offloaded and self._offloaded.overlap
         if self._overlap:
             self._overlap.before.append(self._before_backward_updates)
         self._leave_compiled()
 
     def put_in_order(self) -> None:
-        """Others may have been registered since. Raises Unsupported while an update is made."""
+        """Others may have been registered since. Raises Unsupported while an update is made, and
+        where one was broken off."""
+        if self._offloaded:
+            self._offloaded.check()
         if self._overlap and self._overlap.is_updating:
             raise Unsupported(
                 f"saving between backward() and step(): {self._state.name!r} makes its updates "

@@ -18,6 +18,8 @@ from everstep.state.fingerprint import Fingerprint
 
 _BLOCK_BYTES = 4 << 20
 _BLOCKS_MAX = 64
+_BATCHES = ".num_batches_tracked"
+"""Of a BatchNorm: counts its batches, where torch counts no write to its statistics."""
 
 
 class Unowned:
@@ -50,6 +52,9 @@ class Unowned:
             self._changed.update(self._looking.result())
             number, self._next = self._next, (self._next + 1) % self._count
             self._looking = self._begin(lambda: self._look(number))
+        for entry in [each for each in self._changed if each.endswith(_BATCHES)]:
+            head = entry.removesuffix(_BATCHES)
+            self._changed.update((f"{head}.running_mean", f"{head}.running_var"))
         return tuple(
             leaf
             for leaf in leaves

@@ -138,14 +138,18 @@ def check_no_writer(store: str | os.PathLike[str], what: str, claims: Sequence[s
 # ---- the trainer starts a keeper -----------------------------------------------------------------
 
 
+def python_path() -> str:
+    """By which a process of Python finds this everstep, wherever it is."""
+    source = str(Path(__file__).parents[2])
+    return os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+
+
 def spawn(store: Path | Url, idle_s: float) -> None:
     """Start a keeper, and wait until it listens (or another does). Raises Unavailable.
 
     It gets a session and stdio of its own, and is no child: nobody who waits for the trainer's
     pipes or children waits for the keeper, and no signal to the trainer's group reaches it.
     """
-    source = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     options = ["--idle-s", str(idle_s), "--detach"]
     log = endpoint(store).with_suffix(".log")
     try:
@@ -156,7 +160,7 @@ def spawn(store: Path | Url, idle_s: float) -> None:
                 stdout=output.fileno(),
                 stderr=output.fileno(),
                 cwd="/",
-                env={**os.environ, "PYTHONPATH": path},
+                env={**os.environ, "PYTHONPATH": python_path()},
                 start_new_session=True,
                 timeout=START_S,
                 check=False,

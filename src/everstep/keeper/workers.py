@@ -10,10 +10,12 @@ import os
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 
 from everstep.errors import KINDS, Unavailable
 from everstep.keeper import wire
+from everstep.keeper.home import python_path
 
 Sent = tuple[wire.Message, list[int]]
 """A message, and descriptors that come with it."""
@@ -31,9 +33,10 @@ class Worker:
                 stdin=others.fileno(),
                 stdout=subprocess.DEVNULL,
                 cwd="/",
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                env={**os.environ, "PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""},
                 start_new_session=True,
             )
+        _connections.add(self._connection)
 
     @property
     def pid(self) -> int:
@@ -65,6 +68,8 @@ class Worker:
 
     def close(self) -> None:
         """Let it end when it has done what it was sent; blocks until then."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)  # also where a forked child has it as well
         self._connection.close()
         self._process.wait()
 
@@ -83,6 +88,18 @@ def serve(answer: Callable[[wire.Message, list[int]], Sent | None]) -> int:
             while wire.receive(connection):  # else its end would be heard before the message
                 pass
     return 0
+
+
+_connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def _forget_in_child() -> None:
+    """A forked child (of a DataLoader) must not keep workers alive when their owner has died."""
+    for connection in _connections:
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _died() -> ConnectionError:

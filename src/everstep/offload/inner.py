@@ -51,6 +51,7 @@ def step_here(optimizer: Optimizer, kind: Callable[..., Optimizer]) -> None:
             for group in optimizer.param_groups
         ]
     )
+    inner.defaults.update(optimizer.defaults)  # Adagrad looks there
     for parameter, master in masters.items():
         if state := optimizer.state.get(parameter):
             inner.state[master] = {key: state[key] for key in state if key != MASTER}
@@ -113,7 +114,13 @@ class Inner:
             for row, saved in self._spans(given):
                 saved.copy_(row)
         self._progress[0] = is_saved
-        self._update(given)
+        try:
+            self._update(given)
+        except BaseException:
+            for row, saved in self._spans(given):
+                row.copy_(saved)
+            self._progress[0] = begun
+            raise
         if self._state.arena.is_file:  # not more than a chunk of it is in memory
             for name in (f"{index}.{key}" for index in given for key in self._keys[index]):
                 self._state.drop(name)
@@ -132,11 +139,14 @@ class Inner:
         state yet, or any more."""
         torch.set_num_threads(said["threads"])
         torch.set_flush_denormal(bool(said["flushes"]))
+        torch.set_default_dtype(getattr(torch, said["default_dtype"]))
 
         def tensor(name: str, _: str) -> torch.Tensor:
             value, dtype = said["tensors"][name]
             return torch.tensor(value, dtype=getattr(torch, dtype))
 
+        defaults = {key: decode(value, tensor) for key, value in said["defaults"].items()}
+        self._optimizer.defaults.update(defaults)
         for index, values in enumerate(said["sets"]):
             install(self._optimizer, index, decode(values, tensor))
         lacking, state = set(said["lacking"]), self._optimizer.state
@@ -157,6 +167,8 @@ class Inner:
             master = self._masters[index]
             master.grad = None
             for key, value in self._optimizer.state[master].items():
+                if key not in self._keys[index]:
+                    raise Unsupported(f"its state has {key!r} now, which it had not at the begin")
                 if isinstance(value, torch.Tensor):
                     self._state.take(f"{index}.{key}", value)
             if MASTER in self._keys[index]:

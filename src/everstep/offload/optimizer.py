@@ -57,7 +57,8 @@ class OffloadedOptimizer(Optimizer):
         self.overlap = Overlap(self) if overlap else None
         self._states = None if states is None else os.path.abspath(states)
         name = f"{kind.__module__}.{kind.__qualname__}"
-        if kind_of(name) is not kind or kind.__name__ in _REFUSED:
+        is_own = kind.__module__ == "__main__"
+        if is_own or kind_of(name) is not kind or kind.__name__ in _REFUSED:
             raise Unsupported(f"offloading a {name}: another process cannot make its updates")
         defaults = kind([torch.zeros(1, 1, requires_grad=True)], **options).defaults
         if defaults.get("differentiable") or defaults.get("capturable"):
@@ -65,17 +66,23 @@ class OffloadedOptimizer(Optimizer):
         self.offloaded, self.kind = name, cast(Any, kind)
         self.in_process = False
         """Whether updates are made here, in place: at a replay."""
+        self._is_broken = False
+        """Whether a step was broken off, with some of its updates made."""
         self.has_adopted = False
         """Whether its memory had been that of one before it."""
         super().__init__(params, defaults)
         # A class that has a load_state_dict() of its own says itself what its state is.
         self.register_load_state_dict_pre_hook(_keep_loaded)
         self.register_load_state_dict_post_hook(_put_loaded)
+        self.register_state_dict_pre_hook(lambda _: self.check())
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update; returns with the new weights in place. Raises Unsupported for gradients that
-        are sparse, Unavailable where the worker cannot make it."""
+        are sparse, Unavailable where the worker cannot make it. Where it is broken off by whatever
+        is raised, and some of its updates are made, all that comes raises Unsupported until a state
+        is restored or loaded."""
+        self.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -88,13 +95,38 @@ class OffloadedOptimizer(Optimizer):
                 gradient_of(each)  # nothing is begun with one that cannot be
         sent = self.overlap.settle() if self.overlap else ()
         shared = self._shared if sent and self._shared else self.begin()
-        for number, chunk in enumerate(shared.chunks):
-            if number not in sent:
-                self.send(chunk)
-        assert self._process
-        self._process.finish()
-        shared.get(self)
+        try:
+            for number, chunk in enumerate(shared.chunks):
+                if number not in sent:
+                    self.send(chunk)
+            assert self._process
+            self._process.finish()
+            shared.get(self)
+        except BaseException:
+            self._is_broken = True
+            self.close()  # it makes all that it was asked for
+            self._is_broken = shared.is_changed
+            raise
         return loss
+
+    def check(self) -> None:
+        """Raises Unsupported where weights and state are between two steps."""
+        if self._is_broken:
+            raise Unsupported(
+                "an update of an OffloadedOptimizer was broken off, and made in part: restore() "
+                "or load_state_dict() brings back a whole one"
+            )
+
+    def stop(self) -> None:
+        """The state is to be replaced: change it no more; blocks until that is so."""
+        if self.overlap:
+            self.overlap.stop()
+
+    def replaced(self) -> None:
+        """It is, with what a whole number of updates has made."""
+        self._is_broken = False
+        if self.overlap:
+            self.overlap.replaced()
 
     def begin(self) -> Shared:
         """A step, with the hyperparameters as they are."""
@@ -164,6 +196,8 @@ def _problem_of(parameter: torch.Tensor, kind: type[Optimizer]) -> str | None:
     """Why it cannot be."""
     if not parameter.is_floating_point():
         return f"of {parameter.dtype}"
+    if kind.__name__ == "Adafactor" and not parameter.is_contiguous():
+        return "that does not lie row by row: its sums would go in another order"
     if is_dtensor(parameter):
         if kind.__name__ in _OF_WHOLE_TENSORS or not is_torchs(kind):
             return f"that is sharded over ranks: {kind.__name__} may need all of it at once"
@@ -179,14 +213,14 @@ def _keep_loaded(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 def _put_loaded(optimizer: Optimizer) -> None:
     """As it was saved: torch has cast it to the parameters' dtype."""
     assert isinstance(optimizer, OffloadedOptimizer)
-    if optimizer.overlap:
-        optimizer.overlap.stop()
-        optimizer.overlap.replaced()
+    optimizer.stop()
+    optimizer.replaced()
     loaded = optimizer.__dict__.pop("_everstep_loaded")
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for index, values in loaded.items():
         optimizer.state[parameters[index]] = {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
+            # Of before "step" was a number; torch makes a tensor of it, too.
+            key: torch.tensor(float(value)) if isinstance(value, int | float) else value.clone()
             for key, value in values.items()
         }
 

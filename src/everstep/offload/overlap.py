@@ -37,8 +37,8 @@ class Overlap:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shared: Shared | None = None
         """Of the step that is begun."""
-        self._arrived: dict[torch.Tensor, tuple[torch.Tensor, int]] = {}
-        """By parameter, its gradient, and how often that had been written to."""
+        self._arrived: dict[torch.Tensor, tuple[torch.Tensor, list[int]]] = {}
+        """By parameter, its gradient, and how often both had been written to."""
         self._sent: dict[int, Future[None]] = {}
         """By the number of a chunk."""
         self._problem: str | None = None
@@ -61,9 +61,9 @@ class Overlap:
         for each in self._sent.values():
             each.result()
         if self._shared and not self._problem:
-            rows = ((each.grad, *seen) for each, seen in self._arrived.items())
-            if any(now is not then or now._version != version for now, then, version in rows):
-                self._problem = "a gradient was changed after backward (clipping, a scaler?)"
+            rows = ((each, *seen) for each, seen in self._arrived.items())
+            if any(each.grad is not then or _versions(each) != seen for each, then, seen in rows):
+                self._problem = "a gradient or weight was changed after backward (clipping?)"
             elif not self._shared.is_said(self._optimizer):
                 self._problem = "hyperparameters were changed between backward() and step()"
         if self._problem:
@@ -105,7 +105,7 @@ class Overlap:
                 for each in self.before:
                     each()
                 self._shared = self._optimizer.begin()
-            self._arrived[parameter] = gradient, gradient._version
+            self._arrived[parameter] = gradient, _versions(parameter)
             chunk, members = self._shared.chunk_of(parameter)
             if all(each in self._arrived or not each.requires_grad for each in members):
                 self._sent[chunk] = self._send(self._shared.chunks[chunk], members)
@@ -139,3 +139,7 @@ class Overlap:
             f"but some of the optimizer's state is not: restore() brings it back. Leave overlap= "
             f"out of such a loop"
         )
+
+
+def _versions(parameter: torch.Tensor) -> list[int]:
+    return [each._version for each in (parameter, parameter.grad) if each is not None]

@@ -23,7 +23,7 @@ from everstep.offload.inner import (
 )
 from everstep.offload.memory import Memory
 from everstep.sharding.layout import local_of, part_of, with_local
-from everstep.sharding.leaves import Leaf, bytes_of
+from everstep.sharding.leaves import Leaf, bytes_of, dtype_name
 from everstep.sharding.topology import flushes_denormals
 from everstep.state.objects import encode
 
@@ -34,6 +34,8 @@ _SAID_BYTES = 256
 """For each parameter, at most."""
 
 _STEPS_MAX = 1 << 30
+_MEMBERS_MAX = 4096
+"""Parameters of one chunk: a message names them."""
 
 
 class Shared:
@@ -47,6 +49,7 @@ class Shared:
         self._kind = optimizer.offloaded
         groups = optimizer.param_groups
         self._parameters = [each for group in groups for each in group["params"]]
+        self._groups = _ids(groups)
         self._numbers = {id(each): number for number, each in enumerate(self._parameters)}
         states_of = [_state_specs(i, each, optimizer) for i, each in enumerate(self._parameters)]
         self._keys = [[spec.name.partition(".")[2] for spec in each] for each in states_of]
@@ -58,7 +61,10 @@ class Shared:
             spec.size + sum(each.size for each in row)
             for spec, row in zip(weights, states_of, strict=True)
         ]
-        self.chunks = in_groups(enumerate(sizes), CHUNK_BYTES)
+        least = CHUNK_BYTES // _MEMBERS_MAX
+        self.chunks = in_groups(
+            ((i, max(size, least)) for i, size in enumerate(sizes)), CHUNK_BYTES
+        )
         """Indices of parameters that are updated together."""
         undo = max(sum(sizes[index] for index in chunk) for chunk in self.chunks)
         own = [Spec(UNDO, "uint8", (undo,)), Spec(PROGRESS, "int64", (1,))]
@@ -91,9 +97,9 @@ class Shared:
         return self._view(self._numbers[id(parameter)])
 
     def fits(self, optimizer: Optimizer) -> bool:
-        """Whether all state has its place here."""
+        """Whether its parameters are in the same groups, and all state has its place here."""
         places = self._state.table.tensors
-        return all(
+        return self._groups == _ids(optimizer.param_groups) and all(
             name in places and Leaf(name, local_of(value)).spec == places[name].spec
             for _, name, value in self._changed(optimizer)
         )
@@ -101,6 +107,9 @@ class Shared:
     def begin(self, optimizer: Optimizer) -> None:
         """An update: what is to be done, and what has changed of the state."""
         for index, name, value in list(self._changed(optimizer)):
+            if name not in self._state.table.tensors:
+                key = name.partition(".")[2]
+                raise Unsupported(f"offloading an update: {self._kind} makes no {key!r} of a state")
             here, local = self._state.tensor(name), local_of(value)
             if here.data_ptr() != local.data_ptr():
                 here.copy_(local)
@@ -161,7 +170,8 @@ class Shared:
 
     def _put_weights(self, index: int, parameter: torch.Tensor) -> None:
         weights, parameter = self._weights(index), local_of(parameter)
-        if index in self._placed and _is_same(weights, parameter):
+        is_known = index in self._placed and index in self._views  # else its master is no more
+        if is_known and _is_same(weights, parameter):
             return
         self._placed.add(index)
         weights.copy_(parameter)
@@ -169,6 +179,11 @@ class Shared:
             master = self._state.tensor(f"{index}.{MASTER}")
             if index not in self._views or not _is_same(master.to(weights.dtype), weights):
                 master.copy_(parameter)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether something of the newest step was made, by a process that has ended."""
+        return int(self._exchange.tensor(PROGRESS)) > self.step << 32
 
     def is_said(self, optimizer: Optimizer) -> bool:
         """Whether its hyperparameters are still those with which the update was begun."""
@@ -190,7 +205,12 @@ class Shared:
                 {key: encode(value, f"{n}.{key}", sink) for key, value in options_of(group).items()}
                 for n, group in enumerate(groups)
             ],
+            "defaults": {
+                key: encode(value, f"default.{key}", sink)
+                for key, value in optimizer.defaults.items()
+            },
             "tensors": tensors,
+            "default_dtype": dtype_name(torch.get_default_dtype()),
             "threads": torch.get_num_threads(),
             "flushes": flushes_denormals(),
         }
@@ -200,10 +220,20 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank has of it, on the CPU or elsewhere. Raises Unsupported."""
     assert parameter.grad is not None
     found = part_of(parameter.grad, parameter)
-    if found is None or found.is_sparse:
-        what = "sparse" if found is not None else "not where its parameter is"
+    what = None
+    if found is None:
+        what = "not where its parameter is"
+    elif found.is_sparse:
+        what = "sparse"
+    elif found.dtype != parameter.dtype:
+        what = f"{found.dtype}, of a parameter in {parameter.dtype}"
+    if found is None or what:
         raise Unsupported(f"offloading an update: a gradient is {what}")
     return found
+
+
+def _ids(groups: Sequence[dict[str, Any]]) -> list[list[int]]:
+    return [[id(each) for each in group["params"]] for group in groups]
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -277,8 +277,8 @@ class OptimizerState:
         names: Mapping[str, torch.Tensor],
     ) -> None:
         offloaded = offloaded_of(self.optimizer)
-        if overlap := offloaded and offloaded.overlap:
-            overlap.stop()
+        if offloaded:
+            offloaded.stop()
         plain = objects.get("state", {})
         new: dict[torch.Tensor, dict[str, Any]] = {}
         for name, parameter in names.items():
@@ -300,8 +300,8 @@ class OptimizerState:
             for parameter, state in new.items():
                 found[parameter] = state
             found.update(other)
-            if overlap:
-                overlap.replaced()
+            if offloaded:
+                offloaded.replaced()
 
         placement.then(install)
 
