@@ -455,7 +455,7 @@ def test_updates_overlap_with_backward(is_killed):
     overlapped.close()
 
 
-@pytest.mark.parametrize("change", ["accumulated", "clipped", "rate", "weight"])
+@pytest.mark.parametrize("change", ["accumulated", "clipped", "by hand", "rate", "weight"])
 def test_what_overlap_cannot_have_is_told(change):
     net = model(1)
     weights = [each.detach().clone() for each in net.parameters()]
@@ -467,6 +467,9 @@ def test_what_overlap_cannot_have_is_told(change):
     loss().backward()
     if change == "clipped":
         nn.utils.clip_grad_norm_(net.parameters(), 0.001)
+    elif change == "by hand":
+        for parameter in net.parameters():
+            parameter.grad.data.mul_(0.5)
     elif change == "rate":
         offloaded.param_groups[0]["lr"] = 0.5
     elif change == "weight":

@@ -18,6 +18,8 @@ import torch
 
 from everstep.errors import Unsupported
 from everstep.sharding.layout import is_dtensor
+from everstep.sharding.leaves import Leaf
+from everstep.state.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     from everstep.offload.optimizer import OffloadedOptimizer
@@ -37,8 +39,10 @@ class Overlap:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shared: Shared | None = None
         """Of the step that is begun."""
-        self._arrived: dict[torch.Tensor, tuple[torch.Tensor, list[int]]] = {}
-        """By parameter, its gradient, and how often both had been written to."""
+        self._arrived: dict[torch.Tensor, torch.Tensor] = {}
+        """By parameter, its gradient."""
+        self._seen: list[Fingerprint] = []
+        """Of weights and gradients that are sent."""
         self._sent: dict[int, Future[None]] = {}
         """By the number of a chunk."""
         self._problem: str | None = None
@@ -61,8 +65,8 @@ class Overlap:
         for each in self._sent.values():
             each.result()
         if self._shared and not self._problem:
-            rows = ((each, *seen) for each, seen in self._arrived.items())
-            if any(each.grad is not then or _versions(each) != seen for each, then, seen in rows):
+            is_same = all(each.grad is then for each, then in self._arrived.items())
+            if not is_same or any(seen.changed() for seen in self._seen):
                 self._problem = "a gradient or weight was changed after backward (clipping?)"
             elif not self._shared.is_said(self._optimizer):
                 self._problem = "hyperparameters were changed between backward() and step()"
@@ -89,6 +93,7 @@ class Overlap:
     def _clear(self) -> None:
         self._shared = None
         self._arrived.clear()
+        self._seen.clear()
         self._sent.clear()
 
     def _arrive(self, parameter: torch.Tensor) -> None:
@@ -105,12 +110,15 @@ class Overlap:
                 for each in self.before:
                     each()
                 self._shared = self._optimizer.begin()
-            self._arrived[parameter] = gradient, _versions(parameter)
+            self._arrived[parameter] = gradient
             chunk, members = self._shared.chunk_of(parameter)
             if all(each in self._arrived or not each.requires_grad for each in members):
                 self._sent[chunk] = self._send(self._shared.chunks[chunk], members)
 
     def _send(self, indices: Sequence[int], members: Sequence[torch.Tensor]) -> Future[None]:
+        used = [*members, *(each.grad for each in members if each.grad is not None)]
+        leaves = (Leaf(str(number), each) for number, each in enumerate(used))
+        self._seen.append(Fingerprint(leaves, follows=True))
         events = []
         for device in {each.device for each in members if each.is_cuda}:
             if device not in self._streams:
@@ -139,7 +147,3 @@ class Overlap:
             f"but some of the optimizer's state is not: restore() brings it back. Leave overlap= "
             f"out of such a loop"
         )
-
-
-def _versions(parameter: torch.Tensor) -> list[int]:
-    return [each._version for each in (parameter, parameter.grad) if each is not None]
