@@ -1,19 +1,25 @@
 """What does not change lies in files that many checkpoints share: written once, and kept as long as
 one of them is there."""
 
+import contextlib
+import hashlib
+import os
 import random
+import signal
 
 import pytest
 import torch
 
 import everstep
-from everstep import Store, Unavailable
+from everstep import Conflict, Store, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
-from everstep.store import catalog, retain
+from everstep.store import catalog, commit, retain
 from everstep.store.copy import Copier
 from everstep.store.retain import Keep
 from everstep.tiers.disk import Disk
+from everstep.tiers.tier import tier_at
+from forked import Forked, run
 from stores import SMALL, Trainer, Unsynced, end_keeper, go_on, make_store, packs_of
 
 FROZEN = ("frozen", "large")
@@ -271,6 +277,68 @@ def test_a_layer_that_is_unfrozen_costs_itself_and_its_neighbours_in_a_file(loca
     check_restores(local, {step: weights[step] for step in (1, 3)}, frozen_stack)
     state["model"].load_state_dict(weights[1])
     check_restores(local, {step: weights[step] for step in (4, 7)}, lambda: state)
+
+
+def digest(state):
+    found = hashlib.sha256()
+    for tensor in state["model"].state_dict().values():
+        found.update(tensor.numpy().tobytes())
+    return found.hexdigest()
+
+
+def undisturbed():
+    """In a process like those that are killed: as many threads add in the same order."""
+    state = build()
+    for step in range(1, 201):
+        train(state, step)
+        print(digest(state))
+
+
+def goes_on(store, die):
+    """Train from the newest checkpoint, until it dies in the midst of a step."""
+    state = build()
+    with everstep.Checkpointer(store, state, strategy="full", keep=Keep(last=200)) as checkpointer:
+        start = checkpointer.restore()
+        print(start, flush=True)
+        for step in range(start + 1, 201):
+            train(state, step)
+            checkpointer.step(step)
+            if step == die:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_two_hundred_checkpoints_with_kills_and_deletions(local):
+    """All that is offered is exact, and the disk holds what manifests reach."""
+    rng, die = random.Random(3), 0
+    expected = run(undisturbed).stdout.split()
+    while die < 200:
+        die = min(200, die + rng.randrange(5, 40))
+        with Forked(goes_on, local, die) as process:
+            assert die - 80 < int(process.stdout.readline()) < die
+            assert process.wait() == -signal.SIGKILL
+        if rng.random() < 0.5:
+            end_keeper(local)
+        disk = tier_at(local)
+        for name in [name for name in catalog.lineage(disk)[:-1] if rng.random() < 0.2]:
+            with contextlib.suppress(Conflict):  # the keeper has just begun with a step
+                retain.delete(disk, [name])
+        retain.sweep(disk)
+    run(goes_on, local, 0)
+    end_keeper(local)
+    disk = tier_at(local)
+    commit.claim_epoch(disk, catalog.lineage(disk)[-1])  # what its writer left is nobody's
+    retain.sweep(disk)
+    check(local)
+    left = Store(local).steps()
+    assert left[-1] == 200
+    assert len(left) > 40
+    assert len(set(shared(local, *left))) <= 2
+    for step in rng.sample(left, 20):
+        state = build()
+        with everstep.Checkpointer(local, state) as checkpointer:
+            assert checkpointer.restore(step) == step
+        assert digest(state) == expected[step - 1]
 
 
 def test_writes_that_torch_does_not_count_are_saved(local):
