@@ -222,6 +222,7 @@ def _put_loaded(optimizer: Optimizer) -> None:
             # Of before "step" was a number; torch makes a tensor of it, too.
             key: torch.tensor(float(value)) if isinstance(value, int | float) else value.clone()
             for key, value in values.items()
+            if value is not None
         }
 
 
