@@ -161,8 +161,8 @@ class Checkpointer:
         self._restores = Restores(
             self._state, self._derived, all_tiers, self._client, self._captures
         )
-        self._left_behind = len(catalog.committed(all_tiers))
-        """Checkpoints that were there, until one is restored."""
+        self._left_behind = next(catalog.newest_first(all_tiers), None)
+        """The newest checkpoint that was there, until one is restored."""
         self._begun: SaveHandle | None = None
         self._last_step: int | None = None
         self._has_gone_back = False
@@ -241,7 +241,7 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._check_open()
-        self._left_behind = 0
+        self._left_behind = None
         with contextlib.suppress(EverstepError):  # told before, and no reason not to restore
             self.wait()
         if not (step is None or type(step) in (int, str)):
@@ -377,13 +377,14 @@ class Checkpointer:
     def _tell_left_behind(self, step: int) -> None:
         if self._left_behind and self._world.rank == 0:
             log.warning(
-                "saving step %s: nothing was restored, and %s has %s checkpoints, which are left "
-                "behind as a branch. To go on from them call restore() before the first save",
+                "saving step %s: nothing was restored, and the checkpoints that %s has, up to step "
+                "%s, are left behind as a branch. To go on from them call restore() before the "
+                "first save",
                 step,
                 self._disk.root,
-                self._left_behind,
+                self._left_behind.step,
             )
-        self._left_behind = 0
+        self._left_behind = None
 
     def _is_saved(self) -> bool:
         """Whether the newest completed step is durable, or on its way."""

@@ -1,12 +1,28 @@
 """Epochs and branches."""
 
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.manifest import CheckpointName
-from everstep.store.lineage import Epoch, current
+from everstep.restore.choose import Candidate
+from everstep.restore.restores import in_common
+from everstep.sharding.world import World
+from everstep.store import catalog, lineage, names
+from everstep.store.lineage import Epoch
+from everstep.tiers.disk import Disk
+from stores import go_on, make_store
 
 ONE, TWO = Epoch(1, None, 0), Epoch(2, 1, 80)
+
+
+def current(epochs, checkpoints):
+    """By rising step."""
+    return [*lineage.current(epochs, sorted(checkpoints, reverse=True))][::-1]
 
 
 def _names(epoch: int, *steps: int) -> list[CheckpointName]:
@@ -71,3 +87,34 @@ def _ancestors(epochs: dict[int, Epoch], number: int | None) -> set[int]:
         found.add(number)
         number = epochs[number].parent
     return found
+
+
+@pytest.mark.parametrize("steps", [(1, 2, 3), (99_999_999, 100_000_000)])
+def test_the_newest_is_found_without_asking_for_the_others(tmp_path, steps):
+    trainer = make_store(tmp_path, list(steps[:-1]))
+    go_on(trainer, steps[-2], [steps[-1]])
+    for name in ("00000007-0002", "something else"):  # of a save that did not end; of nobody
+        (tmp_path / names.CHECKPOINTS / name).mkdir()
+    disk = Disk(tmp_path)
+    found = catalog.newest_first(disk)
+    assert next(found) == catalog.find(disk, None) == (steps[-1], 2)
+    shutil.rmtree(tmp_path / names.CHECKPOINTS / str(CheckpointName(steps[-2], 1)))
+    assert [name.step for name in found] == [*steps[:-2]][::-1]
+    assert catalog.lineage(disk) == [*catalog.newest_first(disk)][::-1]
+
+
+@given(st.lists(st.sets(st.integers(1, 12)), min_size=1, max_size=4))
+def test_ranks_try_what_all_of_them_can_see_from_the_newest_on(seen):
+    """Each rank in a thread, with a store as torch's process groups have."""
+    store = torch.distributed.HashStore()
+
+    def tried(rank: int) -> list[CheckpointName]:
+        world = World(rank, len(seen), store)
+        names = _names(1, *sorted(seen[rank], reverse=True))
+        own = (Candidate(name, Disk("nowhere")) for name in names)
+        return [each.name for each in in_common(world, lambda: own)]
+
+    with ThreadPoolExecutor(len(seen)) as ranks:
+        found = list(ranks.map(tried, range(len(seen))))
+    common = sorted(set.intersection(*seen), reverse=True)
+    assert found == [_names(1, *common)] * len(seen)

@@ -40,7 +40,7 @@ class Listing:
         """Raises Missing, Corrupt, Unsupported."""
         self.run, self.origin = catalog.read_run(disk), catalog.read_origin(disk)
         self.checkpoints = sorted(catalog.committed(disk))
-        self.epochs = catalog.read_epochs(disk, self.checkpoints)
+        self.epochs = catalog.read_epochs(disk, map(str, self.checkpoints))
         self.current = dict.fromkeys(current(self.epochs, self.checkpoints))
         """The run as it is now, by rising step."""
         self.latest = next(reversed(self.current), None)

@@ -2,10 +2,10 @@
 and from where."""
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing
@@ -76,6 +76,11 @@ class Candidate:
     """The tensors that may be in their places: what has the right digest there is not read."""
     near: Mapping[str, Source] = field(default_factory=dict)
     """By the paths of packs, where they lie nearer than in their files."""
+
+    @property
+    def is_replica(self) -> bool:
+        """Whether it is a log step that lies whole in memory, and has its log beside."""
+        return self.held is not None and self.held.log_digest is not None
 
     def describe(self) -> Chain:
         """What it is rebuilt from: the state from memory, where it is held; one that nothing goes
@@ -156,7 +161,7 @@ class Candidate:
         names = [each.name for each in self._manifests]
         if isinstance(error, OtherBytes):
             replayed = [not manifest.is_whole for manifest in self._manifests]
-            return [name for name in compress(names, replayed) if name.step >= error.step]
+            return [name for name in itertools.compress(names, replayed) if name.step >= error.step]
         if not self._manifests or self._manifests[0].previous:  # what is before them is not there
             return names
         damaged = (
@@ -284,28 +289,27 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
 
 
 def candidates(
-    disk: Tier, reference: int | str | None, held: dict[CheckpointName, Held]
-) -> list[Candidate]:
-    """What to try, best first. One where a step or tag was asked for;
-    raises Missing where it is not there."""
-    run = catalog.lineage(disk)
-    last = run[-1].step if run else -1
-    uncommitted = [name for name, state in held.items() if not state.is_committed]
-    if uncommitted:  # else a bucket is not asked for what nobody wants to know
-        newest = catalog.newest_epoch(disk)
-        uncommitted = [name for name in uncommitted if name.epoch == newest and name.step > last]
-    if reference is None:
-        order = sorted(run + uncommitted, reverse=True)
-        return [each for name in order for each in _ways(name, disk, held.get(name))]
-    for name in uncommitted:
-        if reference == name.step:
-            return [Candidate(name, disk, held[name])]
-    name = catalog.find(disk, reference)
-    return _ways(name, disk, held.get(name))
+    disk: Tier, reference: int | str | None, held: Mapping[CheckpointName, Held]
+) -> Iterator[Candidate]:
+    """What to try, best first. One where a step or tag was asked for, which raises Missing where it
+    is not there. Of what lies in memory and is not committed the run goes on from what is newer
+    than all that is."""
+    run = catalog.newest_first(disk)
+    newest = next(run, None)
+    found = [name for name, state in held.items() if not state.is_committed]
+    if found:  # else a bucket is not asked for what nobody wants to know
+        epoch, last = catalog.newest_epoch(disk), newest.step if newest else -1
+        found = [name for name in found if name.epoch == epoch and name.step > last]
+    if reference is not None:
+        asked = (name for name in found if name.step == reference)
+        order: Iterable[CheckpointName] = [next(asked, None) or catalog.find(disk, reference)]
+    else:
+        order = itertools.chain(sorted(found, reverse=True), [newest] if newest else (), run)
+    return (each for name in order for each in _ways(name, disk, held.get(name)))
 
 
 def _ways(name: CheckpointName, disk: Tier, held: Held | None) -> list[Candidate]:
     """A checkpoint as it lies in memory; and where that is a replica's, of which the disk has no
     files, as its log after that."""
-    found = [Candidate(name, disk, held)]
-    return [*found, Candidate(name, disk)] if held and held.log_digest else found
+    found = Candidate(name, disk, held)
+    return [found, Candidate(name, disk)] if found.is_replica else [found]

@@ -4,10 +4,12 @@ let a surviving keeper finish → choose a checkpoint, with all ranks → match 
 → read and verify into the tensors → replay → place objects, generators last → captures go on
 """
 
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
@@ -20,6 +22,7 @@ from everstep.redo.replay import OtherBytes
 from everstep.restore.apply import Restore, Scope
 from everstep.restore.choose import Candidate, Held, candidates, find_held, is_of
 from everstep.restore.load import Loader
+from everstep.sharding.world import World
 from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import note_unproven, open_store
@@ -69,22 +72,23 @@ class Restores:
 
     def _find(
         self, step: int | str | None, from_store: str | os.PathLike[str] | None
-    ) -> list[Candidate]:
-        """What to try, best first; on all ranks the same. See Checkpointer.restore. Memory of dead
-        trainers is taken over for captures. Raises Missing, Unavailable."""
+    ) -> Iterator[Candidate] | None:
+        """What to try, best first; on all ranks the same; None where there is nothing. See
+        Checkpointer.restore. Memory of dead trainers is taken over for captures. Raises Missing,
+        Unavailable."""
         disk = self.disk if from_store is None else _existing_store(from_store)
         arenas = self.state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self.captures.optimizer_arenas.adopt(dict(arenas))
         others = [row for row in arenas if row[0] != KEY and not row[0].startswith(OPTIMIZER)]
         self.captures.pool.inherit(others)
-        found = self._common(lambda: candidates(disk, step, held))
-        if step is None:
-            found = self._proven_first(disk, found)
-        if not found:
+        found = self._proven_first(disk, step, held)
+        best = next(found, None)
+        if best is None:
             self._check_answers(disk)
-        if from_store is not None and not found:
-            raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
+            if from_store is not None:
+                raise Missing(f"restoring from {disk.root}: there is no checkpoint in it")
+            return None
         if from_store is not None and (own := catalog.committed(self.disk)):
             log.warning(
                 "restoring from %s: %s has %s checkpoints of its own, which are left behind; "
@@ -93,10 +97,10 @@ class Restores:
                 self.disk.root,
                 len(own),
             )
-        return found
+        return itertools.chain([best], found)
 
     def _first_good(
-        self, found: list[Candidate], scope: Scope, *, is_asked: bool
+        self, found: Iterable[Candidate], scope: Scope, *, is_asked: bool
     ) -> CheckpointName:
         """Put the first of them that verifies into the state, and return which it was.
 
@@ -114,7 +118,7 @@ class Restores:
                 gather = self.state.world.gather
                 if any(gather("looking for what has changed", candidate.has_changed())):
                     raise _Changed(f"{candidate.name} has changed: {error}") from error
-                if is_asked and candidate is found[-1]:
+                if is_asked and not candidate.is_replica:
                     raise KINDS[kind_of(error)](
                         f"restoring step {candidate.name.step} of {candidate.disk.root}: {error}. "
                         f"Without a step, restore() takes the newest that verifies"
@@ -127,7 +131,7 @@ class Restores:
                 log.warning("step %s is restored, the newest that verifies", candidate.name.step)
             return candidate.name
         raise Corrupt(
-            f"restoring from {found[0].disk.root}: none of its checkpoints verifies; of the "
+            f"restoring from {candidate.disk.root}: none of its checkpoints verifies; of the "
             f"oldest: {failure}"
         )
 
@@ -143,21 +147,30 @@ class Restores:
             note_unproven(self.disk, candidate.name, {candidate.name, *names}, str(error))
         return names
 
-    def _proven_first(self, disk: Tier, found: list[Candidate]) -> list[Candidate]:
-        """The same, those last of which a replay has come to other bytes before."""
+    def _proven_first(
+        self, disk: Tier, step: int | str | None, held: Mapping[CheckpointName, Held]
+    ) -> Iterator[Candidate]:
+        """What all ranks can see, best first; where nobody asks for a step, those last of which a
+        replay has come to other bytes before."""
+        world, found = self.state.world, partial(candidates, disk, step, held)
+        if step is not None:
+            yield from in_common(world, found)
+            return
         noted_in = disk.tiers[0] if isinstance(disk, Union) else disk  # and not copied elsewhere
         known = map(list, catalog.read_unproven(noted_in))
-        said = self.state.world.gather("looking for what is not proven", list(known))
+        said = world.gather("looking for what is not proven", list(known))
         unproven = {CheckpointName(*name) for each in said for name in each}
-        if steps := [each.name.step for each in found if each.name in unproven]:
+        if late := [name.step for name in unproven if catalog.is_there(disk, name)]:
             log.warning(
                 "restoring from %s: steps %s to %s are tried last, as a replay of them came to "
                 "other bytes than the run had (`everstep verify` tells more)",
                 disk.root,
-                min(steps),
-                max(steps),
+                min(late),
+                max(late),
             )
-        return sorted(found, key=lambda candidate: candidate.name in unproven)
+        yield from in_common(world, lambda: (each for each in found() if each.name not in unproven))
+        if unproven:
+            yield from in_common(world, lambda: (each for each in found() if each.name in unproven))
 
     def _check_answers(self, disk: Tier) -> None:
         """Where nothing was found all tiers must have been asked: a run never begins at 0 because
@@ -191,16 +204,6 @@ class Restores:
         common = set.intersection(*({CheckpointName(*name) for name in names} for names in each))
         return {name: held for name, held in found.items() if name in common or name not in lent}
 
-    def _common(self, find: Callable[[], list[Candidate]]) -> list[Candidate]:
-        """What all ranks can see: no byte is read before they agree on what to restore."""
-        world = self.state.world
-        found = world.together("looking for checkpoints", find)
-        seen = world.gather(
-            "agreeing on a checkpoint", [list(candidate.name) for candidate in found]
-        )
-        common = set.intersection(*({tuple(name) for name in names} for names in seen))
-        return [candidate for candidate in found if candidate.name in common]
-
     def _restore(self, candidate: Candidate, scope: Scope) -> None:
         self.captures.strategy.break_off()
         with Loader() as loader:
@@ -229,6 +232,24 @@ class Restores:
             if manifest.exact
             else "",
         )
+
+
+def in_common(world: World, find: Callable[[], Iterator[Candidate]]) -> Iterator[Candidate]:
+    """What all ranks can see, from the newest on, more of it each time that more is wanted: no
+    byte is read before they agree on what to restore."""
+    rest, known, count = world.together("looking for checkpoints", find), list[Candidate](), 1
+    while True:
+        more = itertools.islice(rest, count - len(known))
+        known += world.together("looking for checkpoints", partial(list, more))
+        seen = world.gather("agreeing on a checkpoint", [list(each.name) for each in known])
+        names = [[CheckpointName(*name) for name in each] for each in seen]
+        common = set(names[0]).intersection(*names)
+        yield from (each for each in known if each.name in common)
+        ends = [theirs[-1] for theirs in names if len(theirs) == count]
+        if not ends or not all(names):
+            return
+        known = [each for each in known if each.name < max(ends)]
+        count *= 2
 
 
 class _Changed(Exception):

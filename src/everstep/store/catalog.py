@@ -61,11 +61,12 @@ def newest_epoch(disk: Readable) -> int:
     return max(claimed(disk), default=0)
 
 
-def known_epochs(disk: Readable, checkpoints: Iterable[CheckpointName] | None = None) -> list[int]:
+def known_epochs(disk: Readable, checkpoints: Iterable[str] | None = None) -> list[int]:
     """The numbers of the claimed epochs and of those that have checkpoints, rising: a claim may be
-    lost. `checkpoints`: all of the store, where they are known."""
-    checkpoints = committed(disk) if checkpoints is None else checkpoints
-    return sorted({*claimed(disk), *(name.epoch for name in checkpoints)})
+    lost. `checkpoints`: the names of their directories, where they are known."""
+    checkpoints = disk.list(names.CHECKPOINTS) if checkpoints is None else checkpoints
+    found = {name.rpartition("-")[2] for name in checkpoints}
+    return sorted({*claimed(disk), *(int(number) for number in found if number.isdecimal())})
 
 
 def read_epoch(disk: Readable, number: int) -> Epoch:
@@ -85,9 +86,7 @@ def find_attachment(disk: Readable, attachment: str) -> int | None:
     return None
 
 
-def read_epochs(
-    disk: Readable, checkpoints: Iterable[CheckpointName] | None = None
-) -> dict[int, Epoch]:
+def read_epochs(disk: Readable, checkpoints: Iterable[str] | None = None) -> dict[int, Epoch]:
     """All epochs by number; `checkpoints`: see known_epochs. One whose claim is damaged or gone is
     told from its oldest manifest, which names the checkpoint that it goes on from, and the log says
     so."""
@@ -123,8 +122,24 @@ def committed(disk: Readable) -> list[CheckpointName]:
 
 def lineage(disk: Readable) -> list[CheckpointName]:
     """The checkpoints of the run as it is now, by rising step."""
-    checkpoints = committed(disk)
-    return current(read_epochs(disk, checkpoints), checkpoints)
+    return run_of(disk, committed(disk))
+
+
+def run_of(disk: Readable, checkpoints: Iterable[CheckpointName]) -> list[CheckpointName]:
+    """Which of these, all of the store, belong to the run as it is now; by rising step."""
+    epochs = read_epochs(disk, map(str, checkpoints))
+    return [*current(epochs, sorted(checkpoints, reverse=True))][::-1]
+
+
+def newest_first(disk: Readable) -> Iterator[CheckpointName]:
+    """The same as `lineage`, by falling step, each looked for when it is asked for: a log may have
+    thousands, of which a restore wants one."""
+    listed = disk.list(names.CHECKPOINTS)
+    if len({*map(len, listed)}) > 1:  # then they are not sorted by their numbers
+        listed.sort(key=lambda name: names.parse_checkpoint(name) or (0, 0))
+    epochs = read_epochs(disk, listed)
+    found = filter(None, map(names.parse_checkpoint, reversed(listed)))
+    return current(epochs, (name for name in found if is_there(disk, name)))
 
 
 def is_there(disk: Readable, name: CheckpointName) -> bool:
@@ -339,7 +354,11 @@ def find(disk: Readable, reference: int | str | None) -> CheckpointName:
     on any branch), or None: the newest. Full names and tags need no epoch to be readable. Raises
     ValueError where it is none of these.
     """
-    if not (reference is None or type(reference) in (int, str)):
+    if reference is None:
+        if newest := next(newest_first(disk), None):
+            return newest
+        raise Missing(f"there is no checkpoint in {disk.root}")
+    if type(reference) not in (int, str):
         raise ValueError(f"step must be a step, a tag or 'step-epoch', not {reference!r}")
     everything = committed(disk)
     if isinstance(reference, str) and not reference.isdecimal():
@@ -350,11 +369,7 @@ def find(disk: Readable, reference: int | str | None) -> CheckpointName:
         known = ", ".join(f"{each.step}-{each.epoch}" for each in there)
         hint = f"of that step it has {known}" if there else f"its tags are {tags(disk)}"
         raise Missing(f"there is no checkpoint or tag {reference!r} in {disk.root}; {hint}")
-    run = current(read_epochs(disk, everything), everything)
-    if reference is None:
-        if run:
-            return run[-1]
-        raise Missing(f"there is no checkpoint in {disk.root}")
+    run = run_of(disk, everything)
     step = int(reference)
     if chosen := next((name for name in run if name.step == step), None):
         return chosen

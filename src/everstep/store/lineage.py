@@ -7,7 +7,7 @@ checkpoints count up to the fork and no further:
     epoch 2             └──81──100    the run is 1, 40, 80, 81, 100
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from everstep.format.manifest import CheckpointName
@@ -32,14 +32,14 @@ class Epoch:
 
 def current(
     epochs: Mapping[int, Epoch], checkpoints: Iterable[CheckpointName]
-) -> list[CheckpointName]:
-    """The checkpoints of the run as seen from its newest epoch, by rising step."""
-    limits = _limits(epochs)
-    newest_writer: dict[int, int] = {}
-    for step, epoch in checkpoints:
-        if epoch in limits and step <= limits[epoch]:
-            newest_writer[step] = max(epoch, newest_writer.get(step, 0))
-    return [CheckpointName(step, epoch) for step, epoch in sorted(newest_writer.items())]
+) -> Iterator[CheckpointName]:
+    """The checkpoints of the run as seen from its newest epoch; `checkpoints`, and they, come from
+    the newest to the oldest."""
+    limits, after = _limits(epochs), None
+    for name in checkpoints:
+        if name.step != after and name.step <= limits.get(name.epoch, -1):
+            after = name.step
+            yield name
 
 
 def _limits(epochs: Mapping[int, Epoch]) -> dict[int, float]:

@@ -15,7 +15,6 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.node_parts import decode_node_part
 from everstep.store import catalog, commit, names, presence
-from everstep.store.lineage import current
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -51,7 +50,7 @@ def superfluous(
     """The checkpoints that `keep` does not cover, oldest first. `pinned`: those that stay until
     they are copied to another tier."""
     checkpoints = catalog.committed(disk)
-    run = current(catalog.read_epochs(disk, checkpoints), checkpoints)
+    run = catalog.run_of(disk, checkpoints)
     left = sorted(set(checkpoints) - set(run), key=lambda name: (name.epoch, name.step))
     branches = (list(own) for _, own in groupby(left, lambda name: name.epoch))
     kept = {name for line in (run, *branches) for name in line[-keep.last :]}
