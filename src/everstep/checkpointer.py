@@ -377,9 +377,9 @@ class Checkpointer:
     def _tell_left_behind(self, step: int) -> None:
         if self._left_behind and self._world.rank == 0:
             log.warning(
-                "saving step %s: nothing was restored, and the checkpoints that %s has, up to step "
-                "%s, are left behind as a branch. To go on from them call restore() before the "
-                "first save",
+                "saving step %s: nothing was restored, and the checkpoints of %s, up to step %s, "
+                "are left behind as a branch. To go on from them call restore() before the first "
+                "save",
                 step,
                 self._disk.root,
                 self._left_behind.step,
