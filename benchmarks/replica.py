@@ -40,17 +40,21 @@ WIDTH = 1000
 WARM = 3
 """Steps before those that are measured: processes start with them."""
 SMALL_MILLIONS = 1
-"""Parameters of the runs that are killed: each of their records is a file."""
+"""Parameters that are trained in the runs that are killed: each of their records is a file."""
 
 
 def build(
-    kind: str, millions: int, dtype: torch.dtype, states: str | None = None
+    kind: str, millions: int, dtype: torch.dtype, states: str | None = None, frozen: int = 0
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Model, what has step(), and the state that is saved."""
+    """Model, what has step(), and the state that is saved. `frozen`: millions of parameters more,
+    which are not trained."""
     torch.manual_seed(1)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(millions)]
     model = nn.Sequential(*layers).to(dtype)
     weights = list(model.parameters())
+    if frozen:
+        still = torch.randn(frozen, WIDTH, WIDTH, dtype=dtype)
+        model.register_parameter("still", nn.Parameter(still, requires_grad=False))
     if kind in OFFLOADED:
         adamw, overlap = torch.optim.AdamW, kind == "overlap"
         offloaded = everstep.OffloadedOptimizer(adamw, weights, states=states, overlap=overlap)
@@ -73,7 +77,7 @@ def strategy_of(kind: str) -> Any:
 def train(args: argparse.Namespace) -> dict[str, Any]:
     """Run so many steps; what they cost."""
     dtype = getattr(torch, args.dtype)
-    model, optimizer, state = build(args.kind, args.millions, dtype, args.states)
+    model, optimizer, state = build(args.kind, args.millions, dtype, args.states, args.frozen)
     saver = None
     if args.limit:
         sys.executable = args.limit
@@ -120,7 +124,8 @@ def _worker_s(args: argparse.Namespace, saver: Any, optimizer: Any, step: int) -
 def restore(args: argparse.Namespace) -> dict[str, Any]:
     """How long it takes to have the state, and until the first forward pass is done; and the bytes
     that were read for it."""
-    model, _, state = build(args.kind, args.millions, getattr(torch, args.dtype))
+    dtype = getattr(torch, args.dtype)
+    model, _, state = build(args.kind, args.millions, dtype, frozen=args.frozen)
     saver = everstep.Checkpointer(args.store, state, strategy=strategy_of(args.kind))
     crossed, read_from = [], load._Task._read_from
 
@@ -132,7 +137,7 @@ def restore(args: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     step = saver.restore(first="model" if args.kind == "first" else None)
     seconds = time.perf_counter() - began
-    model(torch.randn(args.batch, WIDTH).to(getattr(torch, args.dtype)))
+    model(torch.randn(args.batch, WIDTH).to(dtype))
     forward = time.perf_counter() - began
     each = sum(crossed) / (args.millions * WIDTH * WIDTH)
     return {"step": step, "restore_s": seconds, "forward_s": forward, "bytes/parameter": each}
@@ -189,12 +194,13 @@ def costs(folder: str, args: argparse.Namespace) -> list[str]:
 def recoveries(folder: str, args: argparse.Namespace) -> dict[str, list[tuple[int, float, float]]]:
     """By strategy: records since the base, seconds to the state, and to the first forward pass."""
     found: dict[str, list[tuple[int, float, float]]] = {}
-    for kind in RECOVERS:
+    for kind in args.recovers:
         for distance in args.distances:
             if kind in ("full", "first") and distance != args.distances[0]:
                 continue
             store = os.path.join(folder, f"recover-{kind}-{distance}")
             words = ("--kind", kind, "--millions", SMALL_MILLIONS, "--batch", 8)
+            words = (*words, "--frozen", args.frozen)
             _run("train", store, *words, "--steps", distance + 2)
             time.sleep(1.0)  # the next trainer is not there at once
             said = _run("restore", store, *words)
@@ -269,6 +275,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--distances", type=int, nargs="+", default=[1, 10, 100, 1000])
+    parser.add_argument("--recovers", nargs="+", choices=RECOVERS, default=RECOVERS)
+    parser.add_argument("--frozen", type=int, default=0, help="millions of parameters more")
     parser.add_argument("--states", help="a directory for the offloaded state")
     parser.add_argument("--limit", help="the program that starts the worker")
     parser.add_argument("--bare", action="store_true", help="save nothing")
