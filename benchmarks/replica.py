@@ -162,8 +162,7 @@ def _run(role: str, store: str, *words: object) -> dict[str, Any]:
         line = process.stdout.readline()
         if not line:
             raise RuntimeError(f"{role} {words} has said nothing")
-        if role == "train":
-            process.send_signal(signal.SIGKILL)
+        process.send_signal(signal.SIGKILL)
         process.stdout.read()
     found: dict[str, Any] = json.loads(line)
     return found
@@ -202,11 +201,16 @@ def recoveries(folder: str, args: argparse.Namespace) -> dict[str, list[tuple[in
             words = ("--kind", kind, "--millions", SMALL_MILLIONS, "--batch", 8)
             words = (*words, "--frozen", args.frozen)
             _run("train", store, *words, "--steps", distance + 2)
-            time.sleep(1.0)  # the next trainer is not there at once
-            said = _run("restore", store, *words)
-            assert said["step"] == distance + 2
+            restores = []
+            for _ in range(args.restores):
+                time.sleep(1.0)  # the next trainer is not there at once
+                restores.append(_run("restore", store, *words))
+                assert restores[-1]["step"] == distance + 2
+            said = {key: median(each[key] for each in restores) for key in restores[0]}
+            spread = [min(each["restore_s"] for each in restores)]
+            spread.append(max(each["restore_s"] for each in restores))
             found.setdefault(kind, []).append((distance, said["restore_s"], said["forward_s"]))
-            print(kind, distance, said, flush=True)
+            print(kind, distance, said, "between", spread, flush=True)
             shutil.rmtree(store, ignore_errors=True)
     return found
 
@@ -277,6 +281,7 @@ def main() -> None:
     parser.add_argument("--distances", type=int, nargs="+", default=[1, 10, 100, 1000])
     parser.add_argument("--recovers", nargs="+", choices=RECOVERS, default=RECOVERS)
     parser.add_argument("--frozen", type=int, default=0, help="millions of parameters more")
+    parser.add_argument("--restores", type=int, default=5, help="of each run that was killed")
     parser.add_argument("--states", help="a directory for the offloaded state")
     parser.add_argument("--limit", help="the program that starts the worker")
     parser.add_argument("--bare", action="store_true", help="save nothing")
@@ -289,8 +294,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.role != "all":
         print(json.dumps({"train": train, "restore": restore}[args.role](args)), flush=True)
-        if args.role == "train":
-            signal.pause()
+        signal.pause()
         return
     with tempfile.TemporaryDirectory(dir=args.directory) as folder:
         print(describe(Path(folder)))

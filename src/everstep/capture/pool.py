@@ -69,15 +69,11 @@ class Pool:
     def inherit(self, arenas: list[tuple[str, Arena]]) -> None:
         """Arenas of trainers that died, in which the next capture may go on: their pages are warm.
         Of several ranks each takes what was in its place: what they hold together stays whole."""
-        for _, arena in self._inherited:
-            arena.close()
-        self._inherited = []
-        for key, arena in arenas:
-            is_place = place_of(arena) in (self._client.place.here, None)
-            if is_place and not arena.is_file:
-                self._inherited.append((key, arena))
-            else:
-                arena.close()
+        self._inherited = [
+            (key, arena)
+            for key, arena in arenas
+            if place_of(arena) in (self._client.place.here, None) and not arena.is_file
+        ]
 
     def close(self) -> None:
         """Let go of all arenas; nothing is being copied any more, and the client has closed
@@ -204,8 +200,6 @@ class Pool:
                 rows = (arena.row(slot) for slot in range(arena.slot_count))
                 newest = max((row.sequence for row in rows if row), default=0)
                 self._sequence = max(self._sequence, newest)
-                continue
-            arena.close()
         self._inherited = []
         return chosen
 

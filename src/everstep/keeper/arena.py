@@ -262,6 +262,13 @@ class Arena:
         """Where the image starts in this process."""
         return self.address + self._slot_at(slot) + self.documents_size
 
+    def read_into(self, at: int, view: memoryview) -> None:
+        """Copy what begins there, and has the size of the view, by a system call: for who reads it
+        once. To map its pages, and to unmap them again, takes as long as the copy does. Releases
+        the GIL. Raises Corrupt."""
+        if (found := os.preadv(self.fd, [view], at)) < len(view):
+            raise Corrupt(f"reading an arena at byte {at}: {found} bytes instead of {len(view)}")
+
     def drop(self, slot: int, start: int, size: int) -> None:
         """Write these pages of the image to the file that the arena is, and keep them in memory no
         more; blocks. Raises OSError."""

@@ -232,8 +232,8 @@ class Client:
     def settle(self) -> list[tuple[str, Arena]]:
         """Wait until the keeper has finished what dead trainers sealed.
 
-        Returns what it holds of theirs, by key. The arenas are mapped for the caller, who closes
-        them.
+        Returns what it holds of theirs, by key. The arenas are mapped for the caller, for as long
+        as it refers to them.
         """
         with self._lock:
             self._gaps.clear()  # what comes now may be the same steps again

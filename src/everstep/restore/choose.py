@@ -284,7 +284,10 @@ def _held(document: bytes, save: NodeSave) -> Held | None:
     except (EverstepError, ValueError):
         return None
     is_raw = part.stored is not None
-    packs = [MemorySource([segment.view for segment in pack], is_raw) for pack in image.packs]
+    arenas = [job.arena for job in save.jobs]
+    packs = [
+        MemorySource([segment.view for segment in pack], arenas, is_raw) for pack in image.packs
+    ]
     return Held(manifest, image.parsed.table, packs, save.is_committed)
 
 

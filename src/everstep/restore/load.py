@@ -27,6 +27,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Part, check_table
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
+from everstep.keeper.arena import Arena
 from everstep.restore.deliver import Delivery, address, devices_of
 from everstep.restore.plan import Chunks, Span, Target, plan
 from everstep.store import catalog
@@ -52,17 +53,26 @@ class MemorySource:
     ranks. `is_raw`: that of a packed part, which lies raw there."""
 
     stretches: Sequence[memoryview]
+    arenas: Sequence[Arena] = ()
+    """In which they lie; where in none, in memory of this process."""
     is_raw: bool = False
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """A copy within memory; raises Corrupt past the end."""
+        """A copy within memory; releases the GIL. Raises Corrupt past the end."""
         for stretch in self.stretches:
             part = stretch[offset : offset + len(view)]
-            if len(part):  # memmove releases the GIL, an assignment would not
-                ctypes.memmove(address(view), address(part), len(part))
+            if len(part):
+                self._copy(address(part), view[: len(part)])
             view, offset = view[len(part) :], max(0, offset - len(stretch))
         if len(view):
             raise Corrupt("reading from memory: the image is shorter than the manifest says")
+
+    def _copy(self, at: int, to: memoryview) -> None:
+        for arena in self.arenas:
+            if arena.address <= at < arena.address + arena.size:
+                arena.read_into(at - arena.address, to)
+                return
+        ctypes.memmove(address(to), at, len(to))
 
 
 ReadBase = Callable[[int, Target], memoryview]
@@ -162,13 +172,14 @@ class Loader:
         )
         deliveries = {entry.spec.name: found for entry, found in destinations}
         devices = devices_of(each.items for _, found in destinations for each in found)
-        task = _Task(part, sources, deliveries, devices, self._buffer, read_base, already)
+        is_near = all(isinstance(near, MemorySource) for near, *_ in sources)
+        buffer = partial(self._buffer, bool(devices), is_near)
+        task = _Task(part, sources, deliveries, devices, buffer, read_base, already)
         for device in devices:
             # Kernels that initialise the tensors may still run, or those of a replay on a stream of
             # its own that used the memory before.
             torch.cuda.synchronize(device)
         left = deque(spans)
-        is_near = all(isinstance(near, MemorySource) for near, *_ in sources)
         count = min(_COPIES_IN_FLIGHT if is_near else READS_IN_FLIGHT, len(spans))
         reads = [self._pool.submit(task.read_all, left) for _ in range(count)]
         try:
@@ -178,11 +189,11 @@ class Loader:
             left.clear()  # after an error none may go on filling
             wait(reads)
 
-    def _buffer(self, pinned: bool) -> memoryview:
+    def _buffer(self, pinned: bool, is_near: bool) -> memoryview:
         """This thread's page-aligned buffer."""
-        if getattr(self._local, "pinned", None) is not pinned:
-            self._local.pinned = pinned
-            self._local.buffer = _pinned_buffer() if pinned else _huge_buffer()
+        if getattr(self._local, "kind", None) != (pinned, is_near):
+            self._local.kind = pinned, is_near
+            self._local.buffer = _pinned_buffer() if pinned else _plain_buffer(huge=not is_near)
         buffer: memoryview = self._local.buffer
         return buffer
 
@@ -193,7 +204,7 @@ class _Task:
     sources: Sequence[Sequence[Source]]
     deliveries: Mapping[str, Sequence[Delivery]]
     devices: set[torch.device]
-    buffer: Callable[[bool], memoryview]
+    buffer: Callable[[], memoryview]
     read_base: ReadBase
     already: Container[str]
 
@@ -224,7 +235,7 @@ class _Task:
     def _read_span(self, source: Source, span: Span) -> None:
         if isinstance(source, MemorySource) and self._copied(source, span):
             return
-        view = self.buffer(bool(self.devices))[: span.size]
+        view = self.buffer()[: span.size]
         source.read_into(span.offset, view)
         sent: list[memoryview] = []  # a device copies from it until it is waited for
         try:
@@ -282,12 +293,14 @@ def _raw_span(pack: int, target: Target) -> Span:
     return Span(pack, at, size, (raw,))
 
 
-def _huge_buffer() -> memoryview:
-    """In huge pages where the kernel has them: a direct read into scattered small pages becomes
-    many small requests, and takes twice as long on a fast disk."""
+def _plain_buffer(*, huge: bool) -> memoryview:
+    """In huge pages, if wanted and the kernel has them: a direct read into scattered small pages
+    becomes many small requests, and takes twice as long on a fast disk. Out of memory little goes
+    through it, and a huge page may take 5 ms where the host has to find it first."""
     region = mmap.mmap(-1, _BUFFER_BYTES + _HUGE_PAGE_BYTES, flags=_PRIVATE)
     with contextlib.suppress(OSError):  # a matter of speed only
-        region.madvise(mmap.MADV_HUGEPAGE)
+        if huge:
+            region.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(region)
     start = -address(view) % _HUGE_PAGE_BYTES
     return view[start : start + _BUFFER_BYTES]
