@@ -506,6 +506,23 @@ def test_a_tensor_is_all_there_or_nothing_is(store):
     assert len(list((store / "data").glob("*.safetensors"))) == 1
 
 
+def test_ranks_that_are_one_process(store):
+    """As threads of it are: what another one of them has written stays."""
+    planners = [DefaultSavePlanner(), DefaultSavePlanner()]
+    writers = [StorageWriter(store), StorageWriter(store)]
+    local = []
+    for rank, (planner, writer) in enumerate(zip(planners, writers, strict=True)):
+        planner.set_up_planner({f"w{rank}": torch.ones(3)}, is_coordinator=rank == 0)
+        writer.set_up_storage_writer(rank == 0, rank=rank)
+        local.append(writer.prepare_local_plan(planner.create_local_plan()))
+    plans, metadata = planners[0].create_global_plan(local)
+    plans = writers[0].prepare_global_plan(plans)
+    rows = zip(writers, plans, planners, strict=True)
+    written = [writer.write_data(plan, planner).value() for writer, plan, planner in rows]
+    writers[0].finish(metadata, written)
+    check_equal(everstep.Store(store).read(), {"w0": torch.ones(3), "w1": torch.ones(3)})
+
+
 # ---- what DCP lets pass --------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ import io
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -114,9 +114,7 @@ class _Storage:
     def __init__(self, path: Path | None, step: int | str | None) -> None:
         self._store = None if path is None else os.fspath(path)
         self._step = self._default_step = step
-        if path is not None and step is None:
-            self._store, self._step = split_id(path)
-        self.save_id = self.load_id = secrets.token_hex(8)
+        self.reset(path if step is None else None)
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """DCP calls it with the `checkpoint_id` of a save or load, which counts from then on."""
@@ -150,23 +148,16 @@ class _Storage:
 # ---- save ----------------------------------------------------------------------------------------
 
 
-class _Attempt(NamedTuple):
-    """What the coordinator tells a rank of a save; `token`: of that rank, in this save."""
-
-    token: str
-    name: CheckpointName = CheckpointName(0, 0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Written:
-    """What a rank has written, durably: a part, with that piece table, and the objects that were
-    its to write, of which `streams` are io.BytesIO."""
+    """What a rank has written of a checkpoint, durably: a part, with that piece table; and the
+    objects that were its to write, as tagged JSON, of which `streams` are io.BytesIO."""
 
     name: CheckpointName
-    part: Part | None
-    table: bytes
-    objects: Mapping[str, Json]
-    streams: Sequence[str]
+    part: Part | None = None
+    table: bytes = b""
+    objects: dict[str, Json] = dataclasses.field(default_factory=dict)
+    streams: list[str] = dataclasses.field(default_factory=list)
 
 
 class StorageWriter(_Storage, WriterOfDCP):
@@ -194,61 +185,53 @@ class StorageWriter(_Storage, WriterOfDCP):
         super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
-        self._token = ""
+        self._rank: int | None = None
         self._name: CheckpointName | None = None
+        """What the coordinator has claimed; None on other ranks."""
         self._parent: CheckpointName | None = None
-        self._is_coordinator = False
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """On all ranks. Raises Unsupported where they would not talk."""
-        ranks = group_size()
-        if not kwargs.get("use_collectives", True) and ranks > 1:
+        if not kwargs.get("use_collectives", True) and group_size() > 1:
             raise Unsupported(
                 f"saving to {self.store} with use_collectives=False: a checkpoint is of all ranks "
                 f"or does not exist, so that they have to talk. Leave that argument out"
             )
-        self._is_coordinator = is_coordinator
-        self._token, self._name = secrets.token_hex(8), None
+        self._rank, self._name = kwargs.get("rank"), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """On all ranks."""
-        return dataclasses.replace(plan, storage_data=_Attempt(self._token))
+        """On all ranks: mark the plan as one of this save."""
+        return dataclasses.replace(plan, storage_data=self.save_id)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: claim the checkpoint. Raises Conflict, Unavailable."""
+        """On the coordinator: claim the checkpoint, and tell all. Raises Conflict, Unavailable."""
         name = self._claim(tier_at(self.store))
-        said = [plan.storage_data or _Attempt("") for plan in plans]  # none of a plan in a cache
-        return [
-            dataclasses.replace(plan, storage_data=each._replace(name=name))
-            for plan, each in zip(plans, said, strict=True)
-        ]
+        return [dataclasses.replace(plan, storage_data=(plan.storage_data, name)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """On all ranks: write what the plan has, durably; blocks. Raises Mismatch, Unsupported,
         Unavailable."""
-        collected = _Collected()
-        for item in plan.items:
-            collected.add(item, planner)
-        disk, name, part, table = tier_at(self.store), self._name_of(plan), None, b""
-        _discard_left(disk)
-        if collected.leaves or self._is_coordinator:  # a checkpoint has one part at least
-            part, table = _write(disk, name, collected)
-            _last_packs[str(disk.root)] = name, part.packs
-        written = _Written(name, part, table, collected.objects, collected.streams)
-        size = part.size if part else 0
+        disk, written = tier_at(self.store), _Written(self._name_of(plan))
+        leaves = _collect(plan, planner, written)
+        _discard_left(disk, self._rank)
+        if leaves or self._name:  # a checkpoint has one part at least: the coordinator's
+            part, written.table = _write(disk, written.name, leaves)
+            written.part = part
+            _last_packs[str(disk.root), self._rank] = written.name, part.packs
+        size = written.part.size if written.part else 0
         return _done([WriteResult(MetadataIndex(""), size, written)])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publish what all have written. Raises Conflict, Mismatch,
         Unsupported, Unavailable; then there is no checkpoint."""
-        assert self._name is not None, "prepare_global_plan comes first"
-        disk = tier_at(self.store)
+        name, disk = self._name, tier_at(self.store)
+        assert name, "prepare_global_plan comes first"
         written = [each.storage_data for result in results for each in result]
         try:
-            commit.publish(disk, self._manifest(disk, metadata, written))
+            commit.publish(disk, self._manifest(disk, name, metadata, written))
         except BaseException:
             links = [link for each in written if each.part for link in each.part.packs]
-            commit.discard_packs(disk, self._name, [link.path for link in links])
+            commit.discard_packs(disk, name, [link.path for link in links])
             raise
         metadata.storage_meta, metadata.version = self.storage_meta(), CURRENT_DCP_VERSION
         apply_retention(Writer(disk, self._keep))
@@ -279,8 +262,7 @@ class StorageWriter(_Storage, WriterOfDCP):
 
     def _next(self, disk: Tier) -> tuple[CheckpointName | None, int]:
         """The newest checkpoint, and the step to be saved. Raises ValueError."""
-        line = catalog.lineage(disk)
-        newest = line[-1] if line else None
+        newest = next(catalog.newest_first(disk), None)
         if self._step is None:
             return newest, newest.step + 1 if newest else 1
         if not str(self._step).isdecimal():
@@ -290,18 +272,18 @@ class StorageWriter(_Storage, WriterOfDCP):
     def _name_of(self, plan: SavePlan) -> CheckpointName:
         """What this rank writes for. A planner that caches plans gives one of an earlier save: then
         it is told from the store, in which the coordinator's claim is the newest."""
-        said = plan.storage_data
-        if isinstance(said, _Attempt) and said.token == self._token:
-            return said.name
-        if self._name is not None:
+        if self._name:
             return self._name
+        match plan.storage_data:
+            case (self.save_id, CheckpointName() as name):
+                return name
         disk = tier_at(self.store)
         return CheckpointName(self._next(disk)[1], catalog.newest_epoch(disk))
 
-    def _manifest(self, disk: Tier, metadata: Metadata, written: Sequence[_Written]) -> Manifest:
+    def _manifest(
+        self, disk: Tier, name: CheckpointName, metadata: Metadata, written: Sequence[_Written]
+    ) -> Manifest:
         """Of what all have written. Raises Conflict, Mismatch, Unsupported."""
-        assert self._name
-        name = self._name
         if others := {each.name for each in written} - {name}:
             raise Conflict(
                 f"saving {name} to {disk.root}: some ranks took it for {sorted(others)[0]}, as "
@@ -311,10 +293,9 @@ class StorageWriter(_Storage, WriterOfDCP):
         parts = [dataclasses.replace(each.part, rank=rank) for rank, each in ranks if each.part]
         tables = [(f"rank {rank}", parse(each.table).table) for rank, each in ranks]
         objects = {key: value for each in written for key, value in each.objects.items()}
-        streams = [key for each in written for key in each.streams]
         said = {
             "data": metadata.planner_data,
-            "streams": streams,
+            "streams": [key for each in written for key in each.streams],
             "version": CURRENT_DCP_VERSION,
             "save_id": self.save_id,
         }
@@ -334,67 +315,66 @@ class StorageWriter(_Storage, WriterOfDCP):
         )
 
 
-_last_packs: dict[str, tuple[CheckpointName, Sequence[FileLink]]] = {}
-"""By store, what this process has written last: it is not told whether that was published."""
+_last_packs: dict[tuple[str, int | None], tuple[CheckpointName, Sequence[FileLink]]] = {}
+"""By store and rank, what this process has written last: it is not told whether that was
+published."""
 
 
-def _discard_left(disk: Tier) -> None:
+def _discard_left(disk: Tier, rank: int | None) -> None:
     """Delete what a save has left here that failed on another rank: on a disk that is full, it
     would fail for ever. The next one has begun, so that nobody publishes it any more."""
-    name, packs = _last_packs.pop(str(disk.root), (CheckpointName(0, 0), ()))
+    name, packs = _last_packs.pop((str(disk.root), rank), (CheckpointName(0, 0), ()))
     if packs and not catalog.is_there(disk, name):
         with disk.locked(exclusive=True):
             commit.discard_packs(disk, name, [pack.path for pack in packs])
 
 
-@dataclasses.dataclass(slots=True)
-class _Collected:
-    """What a rank's plan has: tensors, or boxes of them, by their entries, and objects as tagged
-    JSON, of which some are the bytes of `streams`."""
+def _collect(plan: SavePlan, planner: SavePlanner, written: _Written) -> dict[str, Leaf]:
+    """The tensors of a rank's plan, or boxes of them, by their entries; its objects go to
+    `written`. Raises Mismatch, Unsupported."""
+    leaves: list[Leaf] = []
 
-    leaves: dict[str, Leaf] = dataclasses.field(default_factory=dict)
-    objects: dict[str, Json] = dataclasses.field(default_factory=dict)
-    streams: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, item: WriteItem, planner: SavePlanner) -> None:
-        """What the planner has for an item. Raises Mismatch, Unsupported."""
-        key = item.index.fqn
-        if item.type == WriteItemType.BYTE_IO:
-            value = _object_of(item, planner)
-            if type(value) is io.BytesIO:
-                self.streams.append(key)
-                value = value.getvalue()
-            self.objects[key] = encode(value, key, self._sink)
-            return
-        data: Any = planner.resolve_data(item)
-        data = data.wait() if hasattr(data, "trigger_wait") else data  # still on its way
-        said = item.tensor_data
-        assert said is not None, "a planner says what a tensor is"
-        planned = said.properties.dtype, tuple(said.chunk.sizes)
-        if (data.dtype, tuple(data.shape)) != planned:
-            raise Mismatch(
-                f"saving {key!r}: it is {data.dtype} of shape {tuple(data.shape)}, the planner had "
-                f"announced {planned[0]} of shape {planned[1]}. Let create_local_plan say what "
-                f"resolve_data gives"
-            )
-        shape, box = tuple(said.size), Box(tuple(said.chunk.offsets), planned[1])
-        self._take(Leaf(key, data.detach(), None, box, shape))
-
-    def _sink(self, name: str, tensor: torch.Tensor) -> str:
-        """A tensor within an object."""
+    def sink(name: str, tensor: torch.Tensor) -> str:
         if is_dtensor(tensor):
             raise Unsupported(
                 f"saving {name!r}: it is a DTensor within an object. Let the planner flatten the "
                 f"state dict (DefaultSavePlanner(flatten_state_dict=True))"
             )
-        self._take(Leaf(name, tensor.detach()))
+        leaves.append(Leaf(name, tensor.detach()))
         return name
 
-    def _take(self, leaf: Leaf) -> None:
+    for item in plan.items:
+        if item.type != WriteItemType.BYTE_IO:
+            leaves.append(_leaf_of(item, planner))
+            continue
+        key, value = item.index.fqn, _object_of(item, planner)
+        if type(value) is io.BytesIO:
+            written.streams.append(key)
+            value = value.getvalue()
+        written.objects[key] = encode(value, key, sink)
+    found: dict[str, Leaf] = {}
+    for leaf in leaves:
         check_tensor(leaf.name, leaf.tensor)
-        if leaf.entry in self.leaves:
+        if found.setdefault(leaf.entry, leaf) is not leaf:
             raise Unsupported(f"saving {leaf.entry!r}: two tensors have this name. Rename one")
-        self.leaves[leaf.entry] = leaf
+    return found
+
+
+def _leaf_of(item: WriteItem, planner: SavePlanner) -> Leaf:
+    """What the planner has for a tensor, or a box of one. Raises Mismatch."""
+    data: Any = planner.resolve_data(item)
+    data = data.wait() if hasattr(data, "trigger_wait") else data  # still on its way
+    key, said = item.index.fqn, item.tensor_data
+    assert said is not None, "a planner says what a tensor is"
+    planned = said.properties.dtype, tuple(said.chunk.sizes)
+    if (data.dtype, tuple(data.shape)) != planned:
+        raise Mismatch(
+            f"saving {key!r}: it is {data.dtype} of shape {tuple(data.shape)}, the planner had "
+            f"announced {planned[0]} of shape {planned[1]}. Let create_local_plan say what "
+            f"resolve_data gives"
+        )
+    box = Box(tuple(said.chunk.offsets), planned[1])
+    return Leaf(key, data.detach(), None, box, tuple(said.size))
 
 
 def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
@@ -420,24 +400,16 @@ def _no_tensors(name: str, tensor: torch.Tensor) -> str:
     raise Unsupported(f"saving {name!r}: what a planner says cannot have tensors in it")
 
 
-def _write(disk: Tier, name: CheckpointName, collected: _Collected) -> tuple[Part, bytes]:
+def _write(disk: Tier, name: CheckpointName, leaves: Mapping[str, Leaf]) -> tuple[Part, bytes]:
     """Write a rank's packs and their table, durably, and return it; blocks. What was written in
     vain is deleted."""
-    leaves = collected.leaves
     layout = lay_out([leaf.spec for leaf in leaves.values()])
     devices = {leaf.name: place_of(leaf.tensor.device) for leaf in leaves.values()}
     table = encode_table(layout, {}, devices, {})
     packs = list(packs_of(layout, {entry: leaf.tensor for entry, leaf in leaves.items()}))
-    data = Data(Writer(disk, None), Image(parse(table), packs), False)
-    try:
-        data.write(name)
-        data.sync()
-        if data.new:
-            disk.sync_entries([link.path for link in data.new])
+    data = Data(Writer(disk, None), Image(parse(table), packs), is_record=False)
+    with data.durable(name):
         commit.write_table(disk, table)
-    except BaseException:
-        data.discard(name)
-        raise
     return data.part(name.step), table
 
 
@@ -467,13 +439,12 @@ class StorageReader(_Storage, ReaderOfDCP):
         """`path`: the store. `step`: None for the latest; a step, a tag, or "120-3": step 120 of
         epoch 3."""
         super().__init__(path, step)
-        self._opened: _State | None = None
-        self._failure: EverstepError | None = None
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
         super().reset(checkpoint_id)
-        self._opened = self._failure = None
+        self._opened: _State | None = None
+        self._failure: EverstepError | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint has: of a log step, what a replay comes to. Raises Missing, Corrupt;
@@ -490,15 +461,10 @@ class StorageReader(_Storage, ReaderOfDCP):
             self._failure = KINDS[kind_of(error)](str(error))
             raise self._failure from error
         self._failure = None
-        within = {name for value in state.objects.values() for name in references(value)}
-        found: dict[str, Any] = {
-            name: _metadata_of(entry) for name, entry in state.tensors.items() if name not in within
-        }
+        found: dict[str, Any] = {name: _metadata_of(each) for name, each in state.tensors.items()}
         found |= {name: BytesStorageMetadata() for name in state.objects}
-        said = state.said
-        paths = said.get("data") if said else state.paths
-        meta = StorageMeta(self.checkpoint_id, said.get("save_id"), self.load_id)
-        return Metadata(found, paths, {}, meta, said.get("version"))
+        meta = StorageMeta(self.checkpoint_id, state.said.get("save_id"), self.load_id)
+        return Metadata(found, state.paths, {}, meta, state.said.get("version"))
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -526,15 +492,12 @@ class StorageReader(_Storage, ReaderOfDCP):
         on the way. Blocks; what was read of the checkpoint before is let go of. Raises Missing,
         Mismatch, Corrupt, Unavailable."""
         state, self._opened = self._state, None
-        wanted: list[tuple[TensorEntry, LocalBox]] = []
         items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
-        for item in items:
-            entry = state.entry(item.storage_index.fqn)
-            wanted.append((entry, _destination(item, entry, planner.resolve_tensor(item).detach())))
+        targets = [(item, planner.resolve_tensor(item).detach()) for item in items]
         with state.loader:
-            state.whole.fill(gathered(wanted))
-            for item, (_, (_, tensor)) in zip(items, wanted, strict=True):
-                planner.commit_tensor(item, tensor)
+            state.whole.fill(gathered(state.place(*target) for target in targets))
+            for target in targets:
+                planner.commit_tensor(*target)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
@@ -556,43 +519,57 @@ class _State:
         self.loader = Loader()
         self.whole = Whole(disk, self.name, self.loader, catalog.read_whole(disk, self.name))
         manifest = self.whole.manifest
-        self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
         if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
+        self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
         self.tensors = {name: self.whole.entries[n] for name, n in self.whole.firsts.items()}
-        self.paths: dict[str, tuple[str | int, ...]] = {}
-        """Where a Checkpointer's tensors and objects are within its state, as a planner has it."""
-        self.paths |= {key: (key,) for key in self.objects}
-        self.paths |= {name: tuple(name.split(".", 1)) for name in self.tensors}
-        self._rename_optimizers()
+        """But for those within an object."""
+        self.paths: Any = said.get("data")
+        """Where they are within the state, as its planner said; or as one would have it."""
+        if not said:
+            self.paths = {key: (key,) for key in self.objects}
+            self.paths |= {name: tuple(name.split(".", 1)) for name in self.tensors}
+            self._rename_optimizers()
+        for name in (name for value in self.objects.values() for name in references(value)):
+            self.tensors.pop(name, None)
 
     def _rename_optimizers(self) -> None:
         """A Checkpointer's, as torch's state-dict utilities have them:
         `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
+
+        def put(known: dict[str, Any], value: Any, *path: str | int) -> None:
+            name = ".".join(map(str, path))
+            known[name], self.paths[name] = value, path
+
         hyperparameters = self.whole.manifest.hyperparameters
         for name, table in self.whole.optimizers.items():
             for parameter, keys in table["state"].items():
                 for key in keys:
                     if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
-                        new = f"{name}.state.{_bare(parameter)}.{key}"
-                        self.tensors[new] = entry
-                        self.paths[new] = name, "state", _bare(parameter), key
+                        put(self.tensors, entry, name, "state", _bare(parameter), key)
             for number, values in enumerate(hyperparameters.get(name, ())):
                 members = [key for key, group in table["groups"].items() if group == number]
-                said = {**values, "params": list(map(_bare, members))}
-                for key, value in said.items():
-                    new = f"{name}.param_groups.{number}.{key}"
-                    self.objects[new] = value
-                    self.paths[new] = name, "param_groups", number, key
+                for key, value in {**values, "params": list(map(_bare, members))}.items():
+                    put(self.objects, value, name, "param_groups", number, key)
 
-    def entry(self, name: str) -> TensorEntry:
-        """A tensor. Raises Missing."""
-        if name in self.tensors:
-            return self.tensors[name]
-        root = self.whole.disk.root
-        raise Missing(f"loading {name!r} from {self.name} of {root}: it has no such tensor")
+    def place(self, item: ReadItem, target: torch.Tensor) -> tuple[TensorEntry, LocalBox]:
+        """A box of a stored tensor, and where it goes. Raises Missing; Mismatch where it does not
+        fit."""
+        name = item.storage_index.fqn
+        if name not in self.tensors:
+            root = self.whole.disk.root
+            raise Missing(f"loading {name!r} from {self.name} of {root}: it has no such tensor")
+        entry, box = self.tensors[name], Box(tuple(item.storage_offsets), tuple(item.lengths))
+        found = dtype_name(target.dtype), tuple(target.shape)
+        if found != (entry.spec.dtype, box.lengths):
+            raise Mismatch(
+                f"loading {entry.spec.name!r}: it is stored as {entry.spec.dtype}, {box} of shape "
+                f"{entry.spec.shape}; what it is loaded into is {found[0]} of shape {found[1]}. "
+                f"Load it into a tensor of that dtype, and convert it afterwards"
+            )
+        return entry, LocalBox(box, target)
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
@@ -620,21 +597,6 @@ def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
     )
-
-
-def _destination(item: ReadItem, entry: TensorEntry, target: torch.Tensor) -> LocalBox:
-    """Where a box of a stored tensor goes. Raises Mismatch where it does not fit."""
-    start = item.storage_index.offset or [0] * len(entry.spec.shape)
-    offsets = tuple(a + b for a, b in zip(start, item.storage_offsets, strict=True))
-    box = Box(offsets, tuple(item.lengths))
-    found = dtype_name(target.dtype), tuple(target.shape)
-    if found != (entry.spec.dtype, box.lengths):
-        raise Mismatch(
-            f"loading {entry.spec.name!r}: it is stored as {entry.spec.dtype}, {box} of shape "
-            f"{entry.spec.shape}; what it is loaded into is {found[0]} of shape {found[1]}. Load "
-            f"it into a tensor of that dtype, and convert it afterwards"
-        )
-    return LocalBox(box, target)
 
 
 def _done(value: Any) -> Future[Any]:

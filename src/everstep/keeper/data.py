@@ -223,6 +223,19 @@ class Data:
             file.finish()
         self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
 
+    @contextmanager
+    def durable(self, name: CheckpointName) -> Iterator[None]:
+        """Write the files of a checkpoint, durably, and keep them if what is done within succeeds:
+        else they are deleted."""
+        try:
+            self.write(name)
+            self.sync()
+            self._writer.disk.sync_entries([link.path for link in self.new])
+            yield
+        except BaseException:
+            self.discard(name)
+            raise
+
     def discard(self, name: CheckpointName) -> None:
         """Nothing came of it: its files are deleted."""
         for _, file in self._written.values():

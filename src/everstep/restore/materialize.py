@@ -101,15 +101,9 @@ def publish(disk: Tier, chain: Chain, image: Image, differing: Sequence[str]) ->
     name = chain.last.manifest.name
     log_digest = catalog.digest_of_manifest(disk, name)
     data = Data(Writer(disk, None, parent=chain.base.manifest.name), image, is_record=False)
-    try:
-        data.write(name)
-        data.sync()
-        disk.sync_entries([link.path for link in data.new])
+    with data.durable(name):
         manifest = whole_manifest(chain, data.part(name.step), differing)
         commit.publish_state(disk, manifest, log_digest, data.document)
-    except BaseException:
-        data.discard(name)
-        raise
     return manifest
 
 
