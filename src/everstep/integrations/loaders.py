@@ -8,17 +8,15 @@ Not exact: what a data set draws at random inside workers, up to the end of the 
 that draws from global generators while an epoch goes on.
 """
 
-import random
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from everstep.errors import Unsupported
-from everstep.state.stateful import python_state_of
+from everstep.state.stateful import host_generators, set_host_generators
 
 
 class LoaderPosition:
@@ -141,20 +139,12 @@ class LoaderPosition:
 
 def generators_of(loader: Any) -> dict[str, Any]:
     """The states of those from which the order of data, and its workers' seeds, are drawn."""
-    version, words, gauss = random.getstate()
-    return {
-        "python": (version, np.array(words, np.uint32), gauss),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "own": [each.get_state() for each in _own(loader)],
-    }
+    return host_generators() | {"own": [each.get_state() for each in _own(loader)]}
 
 
 def set_generators(loader: Any, generators: dict[str, Any]) -> None:
     """Put them back to where they were."""
-    random.setstate(python_state_of(generators))
-    np.random.set_state(generators["numpy"])
-    torch.set_rng_state(generators["torch"])
+    set_host_generators(generators)
     for generator, state in zip(_own(loader), generators["own"], strict=True):
         generator.set_state(state)
 

@@ -279,19 +279,11 @@ class GlobalGenerators(GeneratorState):
 
     def objects(self, sink: TensorSink) -> Any:
         """All their states; none of the calls synchronises a device."""
-        version, words, gauss = random.getstate()
-        # 625 numbers as one array: a list is the longest part of a small state's JSON.
-        array_of = np.frombuffer(array("I", words), dtype=np.uint32)
-        state = {
-            "python": encode((version, array_of, gauss), f"{self.name}.python", sink),
-            "torch": encode(torch.get_rng_state(), f"{self.name}.torch", sink),
-        }
-        if "numpy" in sys.modules:
-            state["numpy"] = encode(np.random.get_state(), f"{self.name}.numpy", sink)
+        state = host_generators()
         if torch.cuda.is_initialized():
-            state["cuda"] = encode(torch.cuda.get_rng_state_all(), f"{self.name}.cuda", sink)
+            state["cuda"] = torch.cuda.get_rng_state_all()
             state["cuda_current"] = torch.cuda.current_device()
-        return state
+        return encode(state, self.name, sink)
 
     def _check(self, state: Any) -> None:
         if not isinstance(state, dict):
@@ -310,12 +302,26 @@ class GlobalGenerators(GeneratorState):
         np.random.seed(seed % (1 << 32))
 
     def _set(self, state: dict[str, Any]) -> None:
-        random.setstate(python_state_of(state))
-        torch.set_rng_state(state["torch"])
-        if "numpy" in state:
-            np.random.set_state(state["numpy"])
+        set_host_generators(state)
         if torch.cuda.is_available() and "cuda" in state:
             set_on_gpus(state["cuda"], state.get("cuda_current"))
+
+
+def host_generators() -> dict[str, Any]:
+    """The states of python's, numpy's, and torch's global generators, but for those of GPUs."""
+    version, words, gauss = random.getstate()
+    # 625 numbers as one array: a list is the longest part of a small state's JSON.
+    array_of = np.frombuffer(array("I", words), dtype=np.uint32)
+    python = version, array_of, gauss
+    return {"python": python, "torch": torch.get_rng_state(), "numpy": np.random.get_state()}
+
+
+def set_host_generators(state: dict[str, Any]) -> None:
+    """Put them back to where they were; numpy's, where it is in that state."""
+    random.setstate(python_state_of(state))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        np.random.set_state(state["numpy"])
 
 
 def python_state_of(state: dict[str, Any]) -> Any:
@@ -368,14 +374,12 @@ class LoaderState(StatefulState):
         loader.__dict__.pop("_get_iterator", None)
         if loader.next_iter_state is None:
             return loader._get_iterator()
-        python, numpy, default = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        before = host_generators()
         own = loader.generator and loader.generator.get_state()
         try:
             return loader._get_iterator()
         finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(default)
+            set_host_generators(before)
             if own is not None:
                 loader.generator.set_state(own)
 
