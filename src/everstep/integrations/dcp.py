@@ -253,9 +253,7 @@ class StorageWriter(_Storage, WriterOfDCP):
                 f"later step, or to another store; to go back for good, delete what is later first "
                 f"(everstep rm {disk.root} {self._parent})"
             )
-        epoch = catalog.find_attachment(disk, self._id)
-        if epoch is None:
-            epoch = commit.claim_epoch(disk, self._parent, self._id)
+        epoch = commit.claim_epoch(disk, self._parent, self._id)
         commit.check_epoch(disk, epoch, step)
         self._name = CheckpointName(step, epoch)
         return self._name
@@ -520,7 +518,7 @@ class _State:
         self.whole = Whole(disk, self.name, self.loader, catalog.read_whole(disk, self.name))
         manifest = self.whole.manifest
         said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
-        if not isinstance(said, dict) or document.find_flaw(said.get("streams", []), [str]):
+        if document.find_flaw(said, {"streams?": [str]}):
             raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
         self.said: Mapping[str, Any] = said
         self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}

@@ -71,11 +71,14 @@ def claim_epoch(
     """Claim the next epoch by atomic create, and return its number.
 
     `parent`: the checkpoint that the run goes on from, None for a start from nothing; `attachment`:
-    see Epoch. Makes the store where there is none. The remote tier has the claim, too: where two
-    writers have stores of their own, one gets the number. Where it does not answer, the number is
-    one that nobody else takes, and `copy.lead` tells later whether another writer has gone on.
+    see Epoch; where it has one already, that is returned. Makes the store where there is none. The
+    remote tier has the claim, too: where two writers have stores of their own, one gets the number.
+    Where it does not answer, the number is one that nobody else takes, and `copy.lead` tells later
+    whether another writer has gone on.
     """
     open_store(disk)
+    if attachment is not None and (known := catalog.find_attachment(disk, attachment)):
+        return known
     while True:
         is_told = remote and _answer(partial(learn_epochs, disk, remote)) is not None
         shared = remote if is_told else None

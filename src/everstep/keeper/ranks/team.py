@@ -288,8 +288,7 @@ class Team:
         attachment = place.named(number)
         if self._nodes and not place.commits:
             return self._nodes.await_epoch(attachment)
-        known = catalog.find_attachment(disk, attachment)
-        return known or commit.claim_epoch(disk, parent, attachment, remote)
+        return commit.claim_epoch(disk, parent, attachment, remote)
 
     def is_awaited(self) -> bool:
         """Whether a trainer lives. Any thread."""
