@@ -132,7 +132,7 @@ def vendor() -> str:
     known = (
         word.strip() for key, _, word in rows if key.strip() in ("vendor_id", "CPU implementer")
     )
-    return next(known, platform.processor())
+    return next(known, None) or platform.processor()  # which starts a process
 
 
 def _precision() -> str:
