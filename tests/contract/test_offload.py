@@ -252,6 +252,8 @@ def test_what_cannot_be_is_told():
     net = model(1)
     with pytest.raises(Unsupported, match="LBFGS"):
         OffloadedOptimizer(torch.optim.LBFGS, net.parameters())
+    with pytest.raises(ValueError, match="Muon only supports 2D"):
+        OffloadedOptimizer(torch.optim.Muon, [nn.Parameter(torch.zeros(3))])
     embedding = nn.Embedding(10, 4, sparse=True)
     offloaded = OffloadedOptimizer(torch.optim.SGD, embedding.parameters(), lr=0.1)
     embedding(torch.tensor([1])).sum().backward()

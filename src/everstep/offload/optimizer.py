@@ -63,7 +63,7 @@ class OffloadedOptimizer(Optimizer):
         defaults = kind([torch.zeros(1, 1, requires_grad=True)], **options).defaults
         if defaults.get("differentiable") or defaults.get("capturable"):
             raise Unsupported(f"offloading a {name}: differentiable or capturable updates")
-        self.offloaded, self.kind = name, cast(Any, kind)
+        self.offloaded, self.kind, self._options = name, cast(Any, kind), options
         self.in_process = False
         """Whether updates are made here, in place: at a replay."""
         self._is_broken = False
@@ -144,11 +144,14 @@ class OffloadedOptimizer(Optimizer):
             self._process.ask(given)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's, before the first update. Raises Unsupported."""
+        """As torch's, before the first update. Raises Unsupported, and what the class says of
+        parameters."""
         if self._shared:
             raise Unsupported("adding parameters to an OffloadedOptimizer after its first update")
         super().add_param_group(param_group)
-        for parameter in self.param_groups[-1]["params"]:
+        parameters = self.param_groups[-1]["params"]
+        self.kind(parameters, **self._options)  # Muon refuses biases, say
+        for parameter in parameters:
             if problem := _problem_of(parameter, self.kind):
                 shape = tuple(parameter.shape)
                 raise Unsupported(f"offloading a parameter {shape} {problem}")
