@@ -253,20 +253,24 @@ def test_a_rank_reads_the_tables_that_it_needs(gang, store, way):
     assert found == [([rank], [float(rank)]) for rank in range(4)]
 
 
-def saves_cached(store):
+def saves_cached(store, is_one_writer):
     model, optimizer = made("fsdp")
-    for step in (10, 20, 30):
+    writer = StorageWriter(store)
+    for step in (1, 2, 3):
         trains(model, optimizer, 1)
         planner = DefaultSavePlanner(enable_plan_caching=True)
+        planner._cached_plans_key = f"one writer: {is_one_writer}"
         state = {"model": get_model_state_dict(model), "step": step}
-        dcp.save(state, storage_writer=StorageWriter(store, step), planner=planner)
+        writer = writer if is_one_writer else StorageWriter(store, step)
+        dcp.save(state, storage_writer=writer, planner=planner)
     return whole(model)
 
 
-def test_cached_plans_of_ranks(gang, store):
-    saved = gang.run(saves_cached, store)[0]
-    assert [Store(store).manifest(step).objects["step"] for step in (10, 20, 30)] == [10, 20, 30]
-    stored = Store(store).read(30)
+@pytest.mark.parametrize("is_one_writer", [False, True])
+def test_cached_plans_of_ranks(gang, store, is_one_writer):
+    saved = gang.run(saves_cached, store, is_one_writer)[0]
+    assert [Store(store).manifest(step).objects["step"] for step in (1, 2, 3)] == [1, 2, 3]
+    stored = Store(store).read(3)
     check_equal(stored, {f"model.{name}": tensor for name, tensor in saved.items()})
 
 

@@ -85,7 +85,7 @@ from everstep.sharding.layout import LocalBox, is_dtensor
 from everstep.sharding.leaves import Leaf, check_tensor, dtype_name
 from everstep.sharding.topology import topology
 from everstep.sharding.world import group_size
-from everstep.state.objects import Json, decode, encode, place_of, references
+from everstep.state.objects import Json, decode, device_of, encode, place_of, references
 from everstep.store import catalog, commit
 from everstep.store.names import parse_checkpoint
 from everstep.store.presence import living
@@ -185,6 +185,8 @@ class StorageWriter(_Storage, WriterOfDCP):
         super().__init__(path, step)
         self._keep = keep
         self._id = secrets.token_hex(16)
+        self._token = ""
+        """Of each save another one."""
         self._rank: int | None = None
         self._name: CheckpointName | None = None
         """What the coordinator has claimed; None on other ranks."""
@@ -197,11 +199,12 @@ class StorageWriter(_Storage, WriterOfDCP):
                 f"saving to {self.store} with use_collectives=False: a checkpoint is of all ranks "
                 f"or does not exist, so that they have to talk. Leave that argument out"
             )
+        self._token = secrets.token_hex(8)
         self._rank, self._name = kwargs.get("rank"), None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """On all ranks: mark the plan as one of this save."""
-        return dataclasses.replace(plan, storage_data=self.save_id)
+        return dataclasses.replace(plan, storage_data=self._token)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: claim the checkpoint, and tell all. Raises Conflict, Unavailable."""
@@ -273,7 +276,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         if self._name:
             return self._name
         match plan.storage_data:
-            case (self.save_id, CheckpointName() as name):
+            case (self._token, CheckpointName() as name):
                 return name
         disk = tier_at(self.store)
         return CheckpointName(self._next(disk)[1], catalog.newest_epoch(disk))
@@ -571,14 +574,8 @@ class _State:
 
     def value(self, key: str) -> Any:
         """An object, with the tensors in it. Raises Missing, Corrupt."""
-        tensors = self.whole.tensors(list(references(self.objects[key])))
-
-        def tensor(name: str, device: str) -> torch.Tensor:
-            place = torch.device(device)
-            is_here = place.type == "cuda" and (place.index or 0) < torch.cuda.device_count()
-            return tensors[name].to(place) if is_here else tensors[name]
-
-        found = decode(self.objects[key], tensor)
+        tensors = self.whole.tensors(references(self.objects[key]))
+        found = decode(self.objects[key], lambda name, at: tensors[name].to(device_of(at)))
         is_stream = isinstance(found, bytes) and key in self.said.get("streams", ())
         return io.BytesIO(found) if is_stream else found
 

@@ -76,6 +76,14 @@ def place_of(device: torch.device) -> str:
     return str(device)
 
 
+def device_of(place: str | torch.device) -> torch.device:
+    """The inverse: that device, or the CPU in the place of a GPU that is not here, and of "meta",
+    which has no memory."""
+    device = torch.device(place)
+    is_gone = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    return torch.device("cpu") if is_gone or device.type == "meta" else device
+
+
 def decode(value: Json, tensors: Callable[[str, str], torch.Tensor]) -> Any:
     """The inverse of `encode`; `tensors` returns the tensor of a stored name, for a device. Raises
     Corrupt for what `encode` never made."""

@@ -17,7 +17,7 @@ from everstep.sharding.layout import LocalBox, is_dtensor, shards_of
 from everstep.sharding.leaves import dtype_name
 from everstep.sharding.mapped import Mapped
 from everstep.sharding.ranked import Adapt, Share, seed_of, values_by_index
-from everstep.state.objects import as_stored, decode, references
+from everstep.state.objects import as_stored, decode, device_of, references
 from everstep.state.overlaps import Overlap
 
 log = logging.getLogger("everstep")
@@ -137,10 +137,7 @@ class Placement:
         if (made := self.made(name)) is not None:
             return made
         self.used.add(name)
-        place = torch.device(device if device is not None else entry.device)
-        is_gone = place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count()
-        if is_gone or place.type == "meta":  # which has no memory
-            place = torch.device("cpu")
+        place = device_of(entry.device if device is None else device)
         dtype: torch.dtype = getattr(torch, entry.spec.dtype)
         if like is not None and tuple(like.shape) == entry.spec.shape:
             if is_dtensor(like):
