@@ -2,6 +2,7 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.format.manifest import CheckpointName
-from everstep.restore.choose import Candidate
+from everstep.restore.choose import Candidate, candidates
 from everstep.restore.restores import in_common
 from everstep.sharding.world import World
 from everstep.store import catalog, lineage, names
@@ -101,6 +102,27 @@ def test_the_newest_is_found_without_asking_for_the_others(tmp_path, steps):
     shutil.rmtree(tmp_path / names.CHECKPOINTS / str(CheckpointName(steps[-2], 1)))
     assert [name.step for name in found] == [*steps[:-2]][::-1]
     assert catalog.lineage(disk) == [*catalog.newest_first(disk)][::-1]
+
+
+def test_beside_a_replica_none_is_listed_unless_somebody_has_gone_on_elsewhere(tmp_path):
+    trainer, newest = make_store(tmp_path, [1, 2, 3]), CheckpointName(3, 1)
+    held = {newest: SimpleNamespace(log_digest="of the log", is_committed=True)}
+    listed: list[str] = []
+
+    class Listed(Disk):
+        def list(self, directory: str) -> list[str]:
+            listed.append(directory)
+            return super().list(directory)
+
+    found = candidates(Listed(tmp_path), None, held)
+    assert [next(found).name, next(found).name] == [newest, newest]  # from memory, then its log
+    assert names.CHECKPOINTS not in listed
+    assert [each.name.step for each in found] == [2, 1]
+    held[CheckpointName(4, 1)] = SimpleNamespace(log_digest=None, is_committed=False)
+    assert next(candidates(trainer.disk, None, held)).name == (4, 1)
+    del held[CheckpointName(4, 1)]
+    go_on(trainer, 2, [])
+    assert [each.name.step for each in candidates(trainer.disk, None, held)] == [2, 1]
 
 
 @given(st.lists(st.sets(st.integers(1, 12)), min_size=1, max_size=4))

@@ -297,6 +297,28 @@ def candidates(
     """What to try, best first. One where a step or tag was asked for, which raises Missing where it
     is not there. Of what lies in memory and is not committed the run goes on from what is newer
     than all that is."""
+    order = _from_replica(disk, held) if reference is None else None
+    order = order or _listed(disk, reference, held)
+    return (each for name in order for each in _ways(name, disk, held.get(name)))
+
+
+def _from_replica(
+    disk: Tier, held: Mapping[CheckpointName, Held]
+) -> Iterator[CheckpointName] | None:
+    """What a replica has come to is the newest that its keeper has committed, which nobody else
+    does in its epoch: where that is the last one, the others, of which there may be thousands, are
+    not listed before they are asked for."""
+    last = catalog.claimed(disk)[-1:]
+    newest = [name for name in held if held[name].log_digest and [name.epoch] == last]
+    if not newest or not all(state.is_committed for state in held.values()):
+        return None
+    others = (name for name in catalog.newest_first(disk) if name not in newest)
+    return itertools.chain(newest, others)
+
+
+def _listed(
+    disk: Tier, reference: int | str | None, held: Mapping[CheckpointName, Held]
+) -> Iterable[CheckpointName]:
     run = catalog.newest_first(disk)
     newest = next(run, None)
     found = [name for name, state in held.items() if not state.is_committed]
@@ -305,10 +327,8 @@ def candidates(
         found = [name for name in found if name.epoch == epoch and name.step > last]
     if reference is not None:
         asked = (name for name in found if name.step == reference)
-        order: Iterable[CheckpointName] = [next(asked, None) or catalog.find(disk, reference)]
-    else:
-        order = itertools.chain(sorted(found, reverse=True), [newest] if newest else (), run)
-    return (each for name in order for each in _ways(name, disk, held.get(name)))
+        return [next(asked, None) or catalog.find(disk, reference)]
+    return itertools.chain(sorted(found, reverse=True), [newest] if newest else (), run)
 
 
 def _ways(name: CheckpointName, disk: Tier, held: Held | None) -> list[Candidate]:

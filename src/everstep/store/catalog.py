@@ -132,14 +132,14 @@ def run_of(disk: Readable, checkpoints: Iterable[CheckpointName]) -> list[Checkp
 
 
 def newest_first(disk: Readable) -> Iterator[CheckpointName]:
-    """The same as `lineage`, by falling step, each looked for when it is asked for: a log may have
-    thousands, of which a restore wants one."""
+    """The same as `lineage`, by falling step; listed when the first is asked for, and each looked
+    for when it is: a log may have thousands, of which a restore wants one."""
     listed = disk.list(names.CHECKPOINTS)
     if len({*map(len, listed)}) > 1:  # then they are not sorted by their numbers
         listed.sort(key=lambda name: names.parse_checkpoint(name) or (0, 0))
     epochs = read_epochs(disk, listed)
     found = filter(None, map(names.parse_checkpoint, reversed(listed)))
-    return current(epochs, (name for name in found if is_there(disk, name)))
+    yield from current(epochs, (name for name in found if is_there(disk, name)))
 
 
 def is_there(disk: Readable, name: CheckpointName) -> bool:
