@@ -40,16 +40,9 @@ def _made(
             continue
         began = time.monotonic()
         manifest = materialize(disk, name)
-        yield (
-            name,
-            {
-                **name._asdict(),
-                "bytes": manifest.size,
-                "exact": manifest.exact,
-                "differs": replayed(manifest.topology),
-                "seconds": time.monotonic() - began,
-            },
-        )
+        seconds, differs = time.monotonic() - began, replayed(manifest.topology)
+        made = {"bytes": manifest.size, "exact": manifest.exact, "differs": differs}
+        yield name, {**name._asdict(), **made, "seconds": seconds}
 
 
 def _line(name: CheckpointName, made: dict[str, Any] | None) -> str:

@@ -71,6 +71,16 @@ class Whole:
         self.optimizers: dict[str, Any] = chain.last.optimizers
 
     @cached_property
+    def hyperparameters(self) -> dict[str, dict[str, Any]]:
+        """Of each optimizer the set of each of its parameters."""
+        found = {}
+        for optimizer, said in self.optimizers.items():
+            sets = self.manifest.hyperparameters.get(optimizer, [])
+            rows = said["groups"].items()
+            found[optimizer] = {name: sets[index] for name, index in rows if index < len(sets)}
+        return found
+
+    @cached_property
     def firsts(self) -> dict[str, str]:
         """Of each name of a tensor its first one."""
         rows = self.entries.items()

@@ -14,7 +14,7 @@ from everstep.restore.load import Loader
 from everstep.restore.whole import Whole, kind_of
 from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier
-from everstep.versions.merge import blocks, found_in, new_store
+from everstep.versions.merge import found_in, new_store
 
 
 def average(
@@ -34,7 +34,7 @@ def average(
         wholes = [Whole(disk, name, loader) for name in chosen]
         kinds = [{n: kind_of(each) for n, each in whole.weights.items()} for whole in wholes]
         for name, kind in zip(chosen, kinds, strict=True):
-            if odd := sorted(n for n in {*kind, *kinds[-1]} if kind.get(n) != kinds[-1].get(n)):
+            if odd := sorted({n for n, _ in kind.items() ^ kinds[-1].items()}):
                 raise Mismatch(
                     f"averaging steps of {disk.root}: {name} and {chosen[-1]} do not have the same "
                     f"tensors: {', '.join(odd[:8])}"
@@ -50,10 +50,9 @@ def average(
 
 
 def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
-    spec = wholes[-1].entries[name].spec
-    dtype: torch.dtype = getattr(torch, spec.dtype)
+    dtype: torch.dtype = getattr(torch, wholes[-1].entries[name].spec.dtype)
     if not dtype.is_floating_point and not dtype.is_complex:
-        return found_in(wholes[-1], name)
+        return found_in(wholes[-1:], name)
     high = torch.complex128 if dtype.is_complex else torch.float64
 
     def joined(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -62,5 +61,4 @@ def _mean(wholes: Sequence[Whole], shares: Sequence[float], name: str) -> Found:
             total += tensor.to(high) * share
         return (total / sum(shares)).to(dtype)
 
-    sources = [(whole, name) for whole in wholes]
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks(sources, joined))
+    return found_in(wholes, name, joined)

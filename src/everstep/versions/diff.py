@@ -147,20 +147,14 @@ def _numbers(flat: torch.Tensor) -> torch.Tensor:
 
 def _changed_hyperparameters(first: Whole, second: Whole) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
-    for optimizer in sorted({*first.optimizers, *second.optimizers}):
-        sets, others = _by_parameter(first, optimizer), _by_parameter(second, optimizer)
+    both = first.hyperparameters, second.hyperparameters
+    for optimizer in sorted(set().union(*both)):
+        sets, others = (each.get(optimizer, {}) for each in both)
         for parameter in sorted({*sets, *others}):
             for said in _changed_objects("", sets.get(parameter, {}), others.get(parameter, {})):
                 row = {"optimizer": optimizer, "key": said.pop("path"), **said}
                 rows.setdefault(repr(row), {**row, "parameters": []})["parameters"] += [parameter]
     return list(rows.values())
-
-
-def _by_parameter(whole: Whole, optimizer: str) -> dict[str, Any]:
-    """The set of hyperparameters of each."""
-    sets = whole.manifest.hyperparameters.get(optimizer, [])
-    groups = whole.optimizers.get(optimizer, {}).get("groups", {})
-    return {name: sets[index] for name, index in groups.items() if index < len(sets)}
 
 
 def _objects(whole: Whole) -> dict[str, Any]:

@@ -8,13 +8,16 @@ be shared (a log's step, what is encoded against other bytes, a tensor's second 
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from everstep.errors import Conflict, EverstepError, Mismatch
-from everstep.format.boxes import Box, flat_boxes
+from everstep.format.boxes import flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.tables import Table, TensorEntry
@@ -147,15 +150,13 @@ class _Plan:
         for optimizer, own in self.optimizers.items():
             if new not in own["groups"]:
                 continue
-            theirs = source.optimizers.get(optimizer, {"groups": {}, "state": {}})
-            if name not in theirs["groups"]:
+            chosen = source.hyperparameters.get(optimizer, {}).get(name)
+            if chosen is None:
                 self.problems.append(
                     f"{where}: it has no state of {optimizer!r} for {name!r}: optimizer = false "
                     f"leaves the base's"
                 )
                 continue
-            sets = source.manifest.hyperparameters.get(optimizer, [])
-            chosen = sets[theirs["groups"][name]]
             objects = source.manifest.objects.get(optimizer) or {}
             plain = objects.get("state", {}).get(name)
             if "state_dict" in objects or next(iter(references([chosen, plain])), None):
@@ -166,7 +167,7 @@ class _Plan:
                 continue
             for key in own["state"].pop(new, ()):
                 self.tensors.pop(f"{optimizer}.{new}.{key}", None)
-            if keys := theirs["state"].get(name):
+            if keys := source.optimizers[optimizer]["state"].get(name):
                 own["state"][new] = list(keys)
                 for key in keys:
                     self._put(f"{optimizer}.{new}.{key}", source, f"{optimizer}.{name}.{key}")
@@ -198,7 +199,7 @@ class _Plan:
             if whole.sharable and name not in own:
                 own[name] = entry
                 continue
-            draft.add_tensor(new, found_in(whole, name))
+            draft.add_tensor(new, found_in([whole], name))
             draft.aliases[new] = list(entry.aliases)
         for whole, wanted in shared.items():
             draft.borrowed += _borrowed(whole, wanted)
@@ -218,22 +219,21 @@ def _borrowed(whole: Whole, wanted: Mapping[str, TensorEntry]) -> Iterator[Borro
             yield Borrowed(whole.disk, part, own)
 
 
-def found_in(whole: Whole, name: str) -> Found:
-    """A tensor of a checkpoint, read block by block."""
-    spec = whole.entries[name].spec
-    source = [(whole, name)]
-    return Found.whole(spec.dtype, spec.shape, lambda: blocks(source, lambda own: own[0]))
+def found_in(
+    wholes: Sequence[Whole],
+    name: str,
+    joined: Callable[[list[torch.Tensor]], torch.Tensor] = lambda read: read[0],
+) -> Found:
+    """What `joined` makes of the tensors of that name, which are of one shape and dtype: of some of
+    their elements at a time, when they are asked for."""
+    spec = wholes[0].entries[name].spec
+    step = _BLOCK_BYTES // ITEM_SIZES[spec.dtype]
 
+    def blocks() -> Iterator[memoryview]:
+        count = prod(spec.shape)
+        for start in range(0, count, step):
+            for box in flat_boxes(spec.shape, start, min(count, start + step)):
+                read = [next(whole.read_boxes([(name, box)]))[2] for whole in wholes]
+                yield bytes_of(joined(read)).numpy().data
 
-def blocks(
-    sources: list[tuple[Whole, str]], joined: Callable[[list[Any]], Any]
-) -> Iterator[memoryview]:
-    """The elements of tensors of one shape and dtype, some at a time, as `joined` makes one of
-    them."""
-    spec = sources[0][0].entries[sources[0][1]].spec
-    count = Box.whole(spec.shape).count
-    step = max(1, _BLOCK_BYTES // ITEM_SIZES[spec.dtype])
-    for start in range(0, count, step):
-        for box in flat_boxes(spec.shape, start, min(count, start + step)):
-            read = [next(whole.read_boxes([(name, box)]))[2] for whole, name in sources]
-            yield bytes_of(joined(read)).numpy().data
+    return Found.whole(spec.dtype, spec.shape, blocks)

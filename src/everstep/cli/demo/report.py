@@ -73,12 +73,6 @@ class Attempt:
         """The events of this name by their step."""
         return {event["step"]: event for event in self.all(name)}
 
-    @property
-    def reached(self) -> int | None:
-        """The last step whose step() returned, or the one that was restored; None before that."""
-        done = self.all("returned") or self.all("restored")
-        return done[-1]["step"] if done else None
-
     def steps(self) -> list[Step]:
         """All that were begun."""
         ends, now = self.by_step("returned"), {"at": self.end}
@@ -176,7 +170,8 @@ def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
     kills = []
     reached = 0
     for attempt, following in pairwise(attempts):
-        reached = reached if attempt.reached is None else attempt.reached
+        if done := attempt.all("returned") or attempt.all("restored"):
+            reached = done[-1]["step"]
         trace = [event for event in attempt.events if event["event"] in PHASES]
         again, restored = following.first("begin"), following.first("restored") or {}
         kill = Kill(

@@ -19,7 +19,7 @@ import everstep
 from everstep import EverstepError, SaveHandle, Store
 from everstep.cli import workload
 from everstep.cli.demo.compare import compare
-from everstep.cli.demo.events import Settings, Teller
+from everstep.cli.demo.events import Settings, tell
 from everstep.cli.workload import Run
 
 THREADS_MAX = 8
@@ -32,20 +32,21 @@ SPREAD_WINDOW = 4
 def main() -> None:
     """Run one role."""
     settings = Settings(**json.loads(sys.argv[1]))
-    log = Teller()
-    log.write("imported")
+    tell("imported")
     torch.set_num_threads(min(THREADS_MAX, len(os.sched_getaffinity(0))))
     run = workload.build(
         workload.load_text(), seed=settings.seed, steps=settings.steps, size=settings.size
     )
-    log.write("built")
+    tell("built")
     if settings.role == "killed":
-        train(run, settings, log)
+        train(run, settings)
     else:
-        train_reference(run, settings, log)
+        for step in range(1, settings.steps + 1):
+            train_one_step(run, step)
+        tell("compared", state=compare(run, settings))
 
 
-def train(run: Run, settings: Settings, log: Teller) -> None:
+def train(run: Run, settings: Settings) -> None:
     """The run that is killed: goes on from the newest checkpoint, and saves every step."""
     is_spread = settings.strategy == "spread"
     with (
@@ -59,29 +60,22 @@ def train(run: Run, settings: Settings, log: Teller) -> None:
         ) as checkpointer,
     ):
         start = checkpointer.restore()
-        log.write("restored", step=start, **replayed(settings, start))
+        tell("restored", step=start, **replayed(settings, start))
         for step in range(start + 1, settings.steps + 1):
-            train_one_step(run, step, log)
+            train_one_step(run, step)
             handle = checkpointer.step(step)
-            log.write("returned", step=step, due=handle is not None)
+            tell("returned", step=step, due=handle is not None)
             if handle:
-                watchers.submit(watch, handle, settings, log)
+                watchers.submit(watch, handle, settings)
         if settings.steps % settings.every:
             checkpointer.save(settings.steps)  # the last step is compared with the other run's
 
 
-def train_reference(run: Run, settings: Settings, log: Teller) -> None:
-    """The run that nothing interrupts, without checkpoints."""
-    for step in range(1, settings.steps + 1):
-        train_one_step(run, step, log)
-    log.write("compared", state=compare(run, settings))
-
-
-def train_one_step(run: Run, step: int, log: Teller) -> None:
+def train_one_step(run: Run, step: int) -> None:
     """One step, with its phases on record, so that it can be told where a kill has hit."""
-    log.write("begin", step=step)
-    loss = run.train_step(lambda phase: log.write(phase, step=step))
-    log.write("trained", step=step, loss=loss.hex())
+    tell("begin", step=step)
+    loss = run.train_step(lambda phase: tell(phase, step=step))
+    tell("trained", step=step, loss=loss.hex())
 
 
 def replayed(settings: Settings, step: int) -> dict[str, Any]:
@@ -93,7 +87,7 @@ def replayed(settings: Settings, step: int) -> dict[str, Any]:
     return {"base": chain[0].step, "records": sum(len(manifest.records) for manifest in chain)}
 
 
-def watch(handle: SaveHandle, settings: Settings, log: Teller) -> None:
+def watch(handle: SaveHandle, settings: Settings) -> None:
     """Puts on record when a save was copied and when it was durable. In a thread of its own: it
     looks now and then, since to wait for a copy would have it checked."""
     for level in ("captured", handle.durable):
@@ -102,11 +96,11 @@ def watch(handle: SaveHandle, settings: Settings, log: Teller) -> None:
                 return
             time.sleep(LOOK_S)
         if level == "captured":
-            log.write("captured", step=handle.step, at=handle.times[level])
+            tell("captured", step=handle.step, at=handle.times[level])
     kind = None
     with contextlib.suppress(EverstepError):  # it is gone again
         kind = "record" if Store(settings.store).manifest(handle.step).previous else "state"
-    log.write("durable", step=handle.step, at=handle.times[handle.durable], kind=kind)
+    tell("durable", step=handle.step, at=handle.times[handle.durable], kind=kind)
 
 
 if __name__ == "__main__":
