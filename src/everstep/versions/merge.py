@@ -140,10 +140,9 @@ class _Plan:
                     self._take_state(where, source, name, new)
 
     def _put(self, new: str, source: Whole, name: str) -> None:
-        known, entry = self.base.entries.get(new), source.entries[name]
-        spec = replace(entry.spec, name=new)
-        kept = (known.aliases, known.device, known.strides) if known else ((), entry.device, None)
-        self.tensors[new] = TensorEntry(spec, entry.pieces, *kept), source, name
+        entry = source.entries[name]
+        known = self.base.entries.get(new, replace(entry, aliases=(), strides=None))
+        self.tensors[new] = replace(known, spec=replace(entry.spec, name=new)), source, name
 
     def _take_state(self, where: str, source: Whole, name: str, new: str) -> None:
         """The optimizer state and hyperparameters of a parameter."""
