@@ -71,26 +71,20 @@ def state_beside(disk: Tier, manifest: Manifest) -> Manifest | None:
 
 def facts_of(manifest: Manifest, state: Manifest | None) -> dict[str, Any]:
     """What its manifest says of a checkpoint; under "whole" of the state beside it, also of one
-    that is not exact, and is not taken."""
+    that is not exact, and is not taken: `ends_chain`: whether restores begin there; `differs`: of
+    one that is not exact, what was other than in the run."""
     kept = ("step", "epoch", "size", "created", "exact", "metrics")
+    of_state = None
+    if state and not state.is_spread:
+        told = ("exact", "size", "created", "ends_chain")
+        of_state = {key: getattr(state, key) for key in told}
+        of_state["differs"] = replayed(state.topology)
     return {
         "kind": "log" if manifest.previous else "state",
         **{key: getattr(manifest, key) for key in kept},
         "previous": asdict(manifest.previous) if manifest.previous else None,
         "added": catalog.added_bytes(manifest),
-        "whole": _whole_facts(state) if state and not state.is_spread else None,
-    }
-
-
-def _whole_facts(state: Manifest) -> dict[str, Any]:
-    """`ends_chain`: whether restores begin there. `differs`: of a state that is not exact, what was
-    other than in the run."""
-    return {
-        "exact": state.exact,
-        "size": state.size,
-        "created": state.created,
-        "ends_chain": state.ends_chain,
-        "differs": replayed(state.topology),
+        "whole": of_state,
     }
 
 

@@ -111,7 +111,7 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
         yield "nothing is committed yet"
         return
     rows = list(_rows(listing, listing.checkpoints if is_whole else listing.tags.keys()))
-    shown = [row for row in rows if isinstance(row, CheckpointName)]
+    shown = [row for row in rows if not isinstance(row, str)]
     entries = listing.entries(shown)
     has_logs = any(entry["kind"] == "log" for entry in entries)
     cells = [_cells(listing, entry, has_logs) for entry in entries]
@@ -119,37 +119,33 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
     yield from ("", text.line(f"  {titles}", "dim"))
     table = zip(aligned, entries, strict=True)
     for row in rows:
-        if isinstance(row, CheckpointName):
+        if isinstance(row, str):
+            yield text.line(row, "dim")
+        else:
             line, entry = next(table)
             yield text.line(f"{_mark(listing, row)} {line}", _style(listing, row, entry))
-        elif isinstance(row, Epoch):
-            yield text.line(_caption(row), "dim")
-        else:
-            yield text.line(f"┊ {row:,} more (--all lists them)", "dim")
 
 
-def _rows(
-    listing: Listing, always: Collection[CheckpointName]
-) -> Iterator[Epoch | CheckpointName | int]:
-    """Each epoch that wrote anything, and the newest; its checkpoints; how many are hidden: the
-    middle of a long row, but for those in `always`."""
+def _rows(listing: Listing, always: Collection[CheckpointName]) -> Iterator[CheckpointName | str]:
+    """A line for each epoch that wrote anything, and the newest; its checkpoints; a line of how
+    many are hidden: the middle of a long row, but for those in `always`."""
     for number, epoch in sorted(listing.epochs.items()):
         own = [name for name in listing.checkpoints if name.epoch == number]
         if own or number == max(listing.epochs):
-            yield epoch
+            yield _caption(epoch)
         for _, group in groupby(own, key=lambda name: _mark(listing, name)):
             yield from _shortened(list(group), always)
 
 
 def _shortened(
     names: Sequence[CheckpointName], always: Collection[CheckpointName]
-) -> Iterator[CheckpointName | int]:
+) -> Iterator[CheckpointName | str]:
     def is_shown(row: tuple[int, CheckpointName]) -> bool:
         return row[1] in always or not _HEAD <= row[0] < len(names) - _TAIL
 
     for are_shown, group in groupby(enumerate(names), is_shown):
         found = [name for _, name in group]
-        yield from found if are_shown else [len(found)]
+        yield from found if are_shown else [f"┊ {len(found):,} more (--all lists them)"]
 
 
 def _mark(listing: Listing, name: CheckpointName) -> str:
