@@ -348,6 +348,24 @@ def test_pickles_that_want_much(tmp_path, bounded, name):
         imported(path, tmp_path / "store")
 
 
+@pytest.mark.parametrize("place", ["fqn", "offset"])
+def test_metadata_whose_places_are_nested_deeply(tmp_path, bounded, place):
+    """Hashing such a tuple takes the process's stack."""
+
+    def made(name, state):
+        said = b"".join(b"X" + struct.pack("<I", len(k)) + k.encode() + v for k, v in state.items())
+        kind = f"ctorch.distributed.checkpoint.metadata\n{name}\n".encode()
+        return kind + b")\x81}(" + said + b"ub"
+
+    deep = b")" + b"\x85" * 200_000
+    index = made("MetadataIndex", {"fqn": b"X\x01\x00\x00\x00a", "offset": b")", place: deep})
+    said = {"state_dict_metadata": b"}", "storage_data": b"}" + index + b"Ns"}
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x02" + made("Metadata", said) + b".")
+    with pytest.raises(Corrupt):
+        imported(tmp_path / "dcp", tmp_path / "store")
+
+
 def tensor(shape, strides, offset=0, count=2, key="0"):
     """The pickle of one, of a storage of so many numbers."""
 

@@ -84,6 +84,18 @@ def test_what_was_exported_comes_back(store, other_store, tmp_path, kind, capsys
     assert one.objects["rng"] == other.objects["rng"]
 
 
+def test_weights_that_two_models_have(store, tmp_path):
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    other.weight = one.weight
+    with Checkpointer(store, {"model": one, "teacher": other}) as checkpointer:
+        checkpointer.save(1)
+    assert run("export", store, "--to", "torch", tmp_path / "out") == 0
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt")
+    one.load_state_dict(saved["model"])
+    other.load_state_dict(saved["teacher"])
+    assert saved["teacher"]["weight"].data_ptr() == saved["model"]["weight"].data_ptr()
+
+
 def test_all_dtypes(store, tmp_path):
     names = ["float64", "float16", "bfloat16", "int16", "uint8", "bool", "complex64", "uint16"]
     names += ["float8_e4m3fn"]

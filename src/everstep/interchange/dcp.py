@@ -11,9 +11,9 @@ from typing import Any
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.archives import Archive, dtype_of, makers, settled
-from everstep.interchange.pickles import Inert, read_pickle
-from everstep.interchange.tensors import Found, Part, lengths, named
+from everstep.interchange.archives import load_piece
+from everstep.interchange.pickles import Inert, dtype_of, read_pickle
+from everstep.interchange.tensors import Found, Part, Stretch, lengths, named
 
 METADATA = ".metadata"
 _METADATA_BYTES_MAX = 1 << 30
@@ -34,21 +34,24 @@ def read_tree(folder: Path) -> dict[str, Any]:
         raise Missing(f"reading {folder}: it has no {METADATA}")
     if path.stat().st_size > _METADATA_BYTES_MAX:
         raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")
-    said = read_pickle(path.read_bytes(), path, makers(path))
-    return _tree(folder, said)
+    return _tree(folder, read_pickle(path.read_bytes(), path))
 
 
 def _tree(folder: Path, said: Inert) -> dict[str, Any]:
     lies: dict[str, dict[Any, Inert]] = {}
     for index, info in said.get("storage_data").items():
-        lies.setdefault(index.get("fqn"), {})[index.get("offset")] = info
+        name, offset = index.get("fqn"), index.get("offset")
+        if type(name) is not str:  # hashing what is nested deeply takes the process's stack
+            raise TypeError("something whose name is no text")
+        lies.setdefault(name, {})[offset if offset is None else lengths(offset)] = info
     paths = said.get("planner_data")
     tree: dict[Any, Any] = {}
     for name, each in said.get("state_dict_metadata").items():
         if each.kind.endswith(".TensorStorageMetadata"):
             value: Any = _tensor(folder, name, each, lies.get(name, {}))
         else:
-            value = _value(folder, lies[name])
+            (info,) = lies[name].values()
+            value = _load(_place(folder, info))
         way = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
         _put(tree, way, value)
     made = _with_lists(tree)
@@ -64,39 +67,42 @@ def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> 
     for chunk in said.get("chunks"):
         box = Box(lengths(chunk.get("offsets")), lengths(chunk.get("sizes")))
         parts.append(_part(folder, name, kind, box, lies[box.offsets]))
-    return Found(kind, shape, parts, name)
+    return Found(kind, shape, tuple(parts))
 
 
 def _part(folder: Path, name: str, dtype: str, box: Box, info: Inert) -> Part:
-    file, offset, size = _place(folder, info)
-    if box.count * ITEM_SIZES[dtype] > size:
-        raise Corrupt(f"reading {folder}: the piece {box} of {name!r} does not fit into {file}")
+    place = _place(folder, info)
+    if box.count * ITEM_SIZES[dtype] > place.size:
+        raise Corrupt(
+            f"reading {folder}: the piece {box} of {name!r} does not fit into {place.path}"
+        )
 
     def blocks() -> Iterator[memoryview]:
-        found = Archive(file, offset, size).load()
+        found = _load(place)
         if not isinstance(found, Found) or (found.dtype, found.shape) != (dtype, box.lengths):
-            raise Corrupt(f"reading {file} at byte {offset}: it is not the piece {box} of {name!r}")
+            raise Corrupt(
+                f"reading {place.path} at byte {place.offset}: it is not the piece {box} of "
+                f"{name!r}"
+            )
         for part in found.parts:
             yield from part.blocks()
 
     return Part(box, blocks)
 
 
-def _value(folder: Path, lies: Mapping[Any, Inert]) -> Any:
-    (info,) = lies.values()
-    archive = Archive(*_place(folder, info))
-    return settled(archive.load(), archive.where)
+def _load(place: Stretch) -> Any:
+    return load_piece(place, f"{place.path} at byte {place.offset}")
 
 
-def _place(folder: Path, info: Inert) -> tuple[Path, int, int]:
-    """File, offset and size of an item."""
+def _place(folder: Path, info: Inert) -> Stretch:
+    """Where an item lies."""
     name, offset, size = (info.get(key) for key in ("relative_path", "offset", "length"))
     path = named(folder, name, folder)
     if info.get("transform_descriptors"):
         raise Unsupported(f"reading {path}: it was transformed when it was saved")
     if type(offset) is not int or type(size) is not int:
         raise TypeError("no place in a file")
-    return path, offset, size
+    return Stretch(path, offset, size)
 
 
 def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:

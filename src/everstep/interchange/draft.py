@@ -17,7 +17,7 @@ from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
-from everstep.interchange.pickles import RANGE, Inert, Settler
+from everstep.interchange.pickles import RANGE, Inert, settled
 from everstep.interchange.tensors import Found, StandIn
 from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
@@ -59,7 +59,7 @@ class Draft:
     """Whose topology it has."""
     left_out: dict[str, str] = field(default_factory=dict)
     """By path what was not taken, and why."""
-    _owners: dict[object, str] = field(default_factory=dict)
+    _owners: dict[Found, str] = field(default_factory=dict)
 
     def add_tensor(self, name: str, found: Found) -> None:
         """Raises Corrupt for one that is there, or is not all there."""
@@ -77,7 +77,7 @@ class Draft:
         """Those of a model, which may be tied."""
         for key, found in weights.items():
             name = f"{part}.{key}"
-            first = self._owners.setdefault(found.memory or id(found), name)
+            first = self._owners.setdefault(found, name) if found.size else name
             if first == name:
                 self.add_tensor(name, found)
             else:
@@ -93,7 +93,7 @@ class Draft:
             first = bytes(next(own.parts[0].blocks(), b"")) if len(own.shape) > 1 else b""
             if first.count(first[:1]) < len(first):  # and not all zeros
                 other = known.setdefault((own.dtype, own.shape, digest_of(first)), name)
-                if other != name and own.is_equal_to(self.tensors[other]):
+                if other != name and own.has_bytes_of(self.tensors[other]):
                     found[name] = other
         return found
 
@@ -137,8 +137,7 @@ class Draft:
             self.add_tensor(called, tensor.of)
             return called
 
-        tree = Settler(self.where, self._leaf).settle(value, path)
-        return encode(tree, path, sink)
+        return encode(settled(value, self.where, self._leaf, path), path, sink)
 
     def add_optimizer(self, name: str, state: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         """The state_dict of a torch optimizer. `names`: of the tensor that each of its parameters

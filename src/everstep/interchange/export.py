@@ -2,27 +2,31 @@
 
 import json
 import logging
+import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from everstep.errors import Missing
+from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
+from everstep.interchange.generators import RNG, plain
 from everstep.interchange.safetensors import header_of, in_file_order
-from everstep.interchange.staged import new_folder
-from everstep.interchange.state_dicts import tree_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
+from everstep.sharding.ranked import values_by_index
+from everstep.state.objects import decode
 from everstep.store.copy import Progress
 from everstep.tiers.tier import Tier
 
@@ -80,10 +84,41 @@ def export(
             log.warning(
                 "exporting %s of %s: streams stay where they are: %s", name, disk.root, streams
             )
-        with new_folder(target) as folder:
+        with _new_folder(target) as folder:
             export = Export(whole, folder, options, progress)
             FORMATS[kind](export)
     return export
+
+
+@contextmanager
+def _new_folder(target: Path) -> Iterator[Path]:
+    """A folder to be filled, which becomes `target` when this ends, durably; nothing is left of it
+    after an error. Raises Conflict where there is something, Unavailable."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Conflict(f"exporting to {target}: there is something. Name another place")
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft.mkdir()
+        yield draft
+        for folder, _, files in os.walk(draft):
+            for file in files:
+                _sync(Path(folder, file))
+            _sync(Path(folder))
+        os.rename(draft, target)
+        _sync(target.parent)
+    except OSError as error:
+        raise Unavailable(f"exporting to {target}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @dataclass(slots=True)
@@ -100,7 +135,8 @@ class Export:
     """Of tensors so far."""
     bytes: int = 0
     left_out: list[str] = field(default_factory=list)
-    """Other names of tensors (tied weights), which the format does without."""
+    """What the format does without: other names of tensors (tied weights), parts."""
+    _stand_ins: dict[str, StandIn] = field(default_factory=dict)
 
     def dtype(self, name: str) -> str:
         """That which the tensor gets."""
@@ -121,17 +157,56 @@ class Export:
             yield tensor.to(getattr(torch, self.dtype(name)))
 
     def tree(self, *, by_name: bool) -> dict[str, Any]:
-        """All parts, with stand-ins of tensors as they get there; what cannot be in it is left
-        out."""
-        made: dict[str, StandIn] = {}
-
-        def stand_in(name: str) -> StandIn:
-            shape = self.whole.entries[name].spec.shape
-            return made.setdefault(name, StandIn.make(self.dtype(name), shape, name))
-
-        tree = tree_of(self.whole, stand_in, by_name=by_name, left_out=self.left_out)
-        self.total = sum(map(self.size, made))
+        """All parts, as state_dict() of each returns them, with stand-ins of tensors as they get
+        there. `by_name`: of optimizers parameters have their names, as DCP has it, and not the
+        numbers of torch's own. What has no state dict is left out."""
+        whole, tree = self.whole, dict[str, Any]()
+        objects, ranks = whole.manifest.objects, whole.manifest.ranks
+        for name, first in whole.firsts.items():
+            if first in whole.weights:
+                part, _, key = name.partition(".")
+                tree.setdefault(part, {})[key] = self._stand_in(first)
+        for name in whole.optimizers:
+            if "state_dict" in (objects.get(name) or {}):
+                self.left_out.append(f"{name!r}: its class says itself what its state is")
+            else:
+                tree[name] = self._optimizer(name, by_name=by_name)
+        tree |= {n: self._object(n, each) for n, each in objects.items() if n not in tree}
+        for name in {name for own in ranks for name in own} - tree.keys():
+            tree[name] = [self._object(name, each) for each in values_by_index(ranks, name)]
+        self.total = sum(map(self.size, self._stand_ins))
         return tree
+
+    def _stand_in(self, name: str, device: str = "cpu") -> StandIn:
+        """Of a tensor, by whichever of its names."""
+        name = self.whole.firsts[name]
+        shape = self.whole.entries[name].spec.shape
+        return self._stand_ins.setdefault(name, StandIn.make(self.dtype(name), shape, name))
+
+    def _object(self, name: str, said: Any) -> Any:
+        value = decode(said, self._stand_in)
+        return plain(value) if name == RNG else value
+
+    def _optimizer(self, name: str, *, by_name: bool) -> dict[str, Any]:
+        whole, table = self.whole, self.whole.optimizers[name]
+        values = (whole.manifest.objects.get(name) or {}).get("state", {})
+        numbers = table["groups"]
+        # Names as they are in their model; or as torch counts them, group by group.
+        called = {n: n.partition(".")[2] if n in whole.weights else n for n in numbers}
+        in_order = sorted(numbers, key=numbers.__getitem__)
+        keys = called if by_name else {each: i for i, each in enumerate(in_order)}
+        state: dict[Any, dict[str, Any]] = {}
+        for each, key in keys.items():
+            own = {k: self._stand_in(f"{name}.{each}.{k}") for k in table["state"].get(each, ())}
+            if own := own | decode(values.get(each, {}), self._stand_in):
+                state[key] = own
+        groups = []
+        for index, group in enumerate(whole.manifest.hyperparameters.get(name, [])):
+            members = [each for each, number in numbers.items() if number == index]
+            named = {} if by_name else {"param_names": [called[each] for each in members]}
+            params = {"params": [keys[each] for each in members]}
+            groups.append(decode(group, self._stand_in) | named | params)
+        return {"state": state, "param_groups": groups}
 
 
 def to_safetensors(export: Export) -> None:

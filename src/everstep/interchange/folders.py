@@ -161,7 +161,7 @@ def is_lightning(path: Path) -> bool:
     """By what its trainer writes into each."""
     if not archives.is_archive(path):
         return False
-    said = archives.Archive(path).load()
+    said = archives.load(path)
     return isinstance(said, dict) and "pytorch-lightning_version" in said
 
 

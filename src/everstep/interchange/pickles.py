@@ -7,17 +7,24 @@ functions of ours; all else becomes an `Inert`, which keeps what it was given.
 
 Hostile ones: memory stays within a budget that goes by the pickle's size; keys of dicts are plain,
 as hashing what is nested deeply takes the process's stack; cycles and what is shared a thousandfold
-are found when a value is settled (`settled`).
+are found when a value is settled.
 """
 
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+import numpy as np
+import torch
+
 from everstep.errors import Corrupt, Unsupported
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.tensors import Found, view_of
+from everstep.sharding.leaves import dtype_name
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
 _COSTS = {"EMPTY_SET": 300, "FROZENSET": 300, "EMPTY_DICT": 300, "EMPTY_LIST": 150}
@@ -54,17 +61,19 @@ class Inert:
         )
 
 
-Makers = Mapping[str, Callable[..., Any]]
 Persistent = Callable[[Any], Any]
 
 
-def read_pickle(
-    data: bytes, where: object, makers: Makers, persistent: Persistent | None = None
-) -> Any:
-    """The value of a pickle. `makers`: what names make, beside containers. `persistent`: gives
-    what lies elsewhere. Raises Corrupt, Unsupported; nothing is executed."""
+def read_pickle(data: bytes, where: object, persistent: Persistent | None = None) -> Any:
+    """The value of a pickle, settled: containers of its own, Found for tensors, arrays, dtypes;
+    what else names make stays Inert. `persistent`: gives what lies elsewhere. Raises Corrupt,
+    Unsupported; nothing is executed."""
+    return settled(_unpickled(data, where, persistent), where, _resolved)
+
+
+def _unpickled(data: bytes, where: object, persistent: Persistent | None) -> Any:
     budget = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
-    machine = _Machine({**_MAKERS, **makers}, persistent, budget)
+    machine = _Machine(persistent, budget)
     try:
         for opcode, argument, _ in pickletools.genops(data):
             machine.budget -= _COSTS.get(opcode.name, _COST)
@@ -84,11 +93,11 @@ def read_pickle(
 
 
 class _Machine:
-    def __init__(self, makers: Makers, persistent: Persistent | None, budget: int) -> None:
+    def __init__(self, persistent: Persistent | None, budget: int) -> None:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.makers, self.persistent, self.budget = makers, persistent, budget
+        self.persistent, self.budget = persistent, budget
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -108,7 +117,8 @@ class _Machine:
         if type(module) is not str or type(name) is not str:
             raise TypeError("a global whose name is no text")
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        self.push(Global(f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)))
+        full = f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1)
+        self.push(_DTYPES.get(full) or Global(full))
 
     def call(self, function: Any, arguments: Any, named: Any = None) -> None:
         """Make what it makes here: never by importing it."""
@@ -116,7 +126,7 @@ class _Machine:
             raise TypeError(f"a call of a {type(function).__name__}")
         # What is made may be a copy of what it is given, at each call another one.
         self.budget -= _BUDGET_PER_BYTE * sum(len(a) for a in arguments if isinstance(a, Sized))
-        made = self.makers.get(function.name)
+        made = _MAKERS.get(function.name)
         given = (*arguments, named) if named else arguments
         self.push(Inert(function.name, given) if made is None else made(*given))
 
@@ -155,7 +165,7 @@ def _key(value: Any) -> Any:
     if type(value) is tuple:
         if len(value) > _DEPTH_MAX or not all(type(each) in _PLAIN_KEYS for each in value):
             raise TypeError("a key that is nested")
-    elif type(value) not in (*_PLAIN_KEYS, Inert, Global):
+    elif type(value) not in (*_PLAIN_KEYS, Inert, Global, torch.dtype):
         raise TypeError(f"a key that is a {type(value).__name__}")
     return value
 
@@ -211,7 +221,30 @@ _STEPS: dict[str, _Step] = {
 }
 
 
-# ---- what names make, beside tensors ---------------------------------------------------------
+# ---- what names make -------------------------------------------------------------------------
+
+
+def _tensor(*given: Any) -> Found:
+    return view_of(*given[:4])
+
+
+def _tensor_of_bytes(*given: Any) -> Found:
+    storage, offset, shape, strides, _, _, dtype, *_ = given
+    return view_of(storage, offset, shape, strides, dtype_of(dtype))
+
+
+def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    if isinstance(function, Global) and _MAKERS.get(function.name) is _tensor:
+        return _tensor(*arguments)
+    return Inert("torch.Tensor", (function, kind, arguments))
+
+
+def dtype_of(found: Any) -> str:
+    """A dtype's name. Raises Unsupported for one that nobody here knows."""
+    if not isinstance(found, torch.dtype):
+        name = found.name if isinstance(found, Global) else repr(found)
+        raise Unsupported(f"reading a tensor of dtype {name:.80}")
+    return dtype_name(found)
 
 
 def _filled(made: dict[Any, Any], items: Iterable[Any] = ()) -> dict[Any, Any]:
@@ -245,7 +278,16 @@ def _bytes(made: Callable[[Any], Any], *given: Any) -> Any:
     return made(given[0].encode("latin1") if type(given[0]) is str else given[0])
 
 
-_MAKERS: Makers = {
+_DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_SIZES}
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._tensor._rebuild_from_type_v2": _subclass,
+    "torch.Size": lambda items=(): tuple(items),
+    "torch.device": torch.device,
     "collections.OrderedDict": lambda *a: _filled(OrderedDict(), *a),
     "collections.Counter": lambda *a: _filled(Counter(), *(each.items() for each in a)),
     "collections.defaultdict": _defaultdict,
@@ -262,33 +304,68 @@ _MAKERS: Makers = {
 # ---- a value as a tree -------------------------------------------------------------------------
 
 
-class Settler:
-    """Makes plain trees of values. One that says a thing often in few bytes runs out of nodes."""
+def settled(value: Any, where: object, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
+    """The same in containers of its own. `leaf`: what becomes of what is neither plain nor a
+    container, by its path. Raises Unsupported for what is nested too deeply, or in itself, or says
+    a thing so often in few bytes that there are too many nodes."""
+    left = _NODES_MAX
 
-    def __init__(self, where: object, leaf: Callable[[Any, str], Any]) -> None:
-        """`leaf`: what becomes of what is neither plain nor a container, by its path."""
-        self._where, self._leaf, self._left = where, leaf, _NODES_MAX
-
-    def settle(self, value: Any, path: str = "", depth: int = 0) -> Any:
-        """The same in containers of its own. Raises Unsupported for what is nested too deeply, or
-        in itself."""
-        self._left -= 1
-        if depth > _DEPTH_MAX or self._left < 0:
-            raise Unsupported(f"reading {self._where}: {path[:200]} is nested too deeply, or often")
+    def settle(value: Any, path: str, depth: int) -> Any:
+        nonlocal left
+        left -= 1
+        if depth > _DEPTH_MAX or left < 0:
+            raise Unsupported(f"reading {where}: {path[:200]} is nested too deeply, or often")
         if type(value) in (*_PLAIN_KEYS, bytearray):
             return value
         if isinstance(value, dict):
-            made = _empty_like(value)
+            made = type(value)(*_factory(value))
             for key, item in value.items():
-                made[key] = self.settle(item, f"{path}.{key}" if path else f"{key}", depth + 1)
+                made[key] = settle(item, f"{path}.{key}" if path else f"{key}", depth + 1)
             return made
         if type(value) in (list, tuple, deque):
-            items = [self.settle(each, f"{path}.{i}", depth + 1) for i, each in enumerate(value)]
+            items = [settle(each, f"{path}.{i}", depth + 1) for i, each in enumerate(value)]
             return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
-        return value if type(value) in (set, frozenset) else self._leaf(value, path)
+        return value if type(value) in (set, frozenset) else leaf(value, path)
+
+    return settle(value, path, 0)
 
 
-def _empty_like(value: dict[Any, Any]) -> dict[Any, Any]:
-    if isinstance(value, defaultdict):
-        return defaultdict(value.default_factory)
-    return type(value)()
+def _factory(value: dict[Any, Any]) -> tuple[Any, ...]:
+    return (value.default_factory,) if isinstance(value, defaultdict) else ()
+
+
+def _resolved(leaf: Any, path: str) -> Any:
+    """numpy's arrays and scalars as they are."""
+    if not isinstance(leaf, Inert):
+        return leaf
+    match leaf.kind:
+        case "numpy.core.multiarray._reconstruct":
+            _, shape, dtype, is_fortran, data = leaf.state
+            return _array(data, dtype, shape, "F" if is_fortran else "C")
+        case "numpy.core.multiarray.scalar":
+            dtype, data = leaf.args
+            return _array(data, dtype, (1,), "C")[0]
+        case "numpy.core.numeric._frombuffer":
+            return _array(*leaf.args)
+    return leaf
+
+
+def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+    if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
+        raise TypeError("an array without bytes")
+    kind = _numpy_dtype(dtype)
+    if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
+        raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
+    return np.frombuffer(data, kind).reshape(shape, order=order)
+
+
+def _numpy_dtype(said: Inert) -> "np.dtype[Any]":
+    """Of numbers or texts; of nothing that has objects."""
+    code = said.args[0]
+    if said.kind != "numpy.dtype" or type(code) is not str or len(code) > 8:
+        raise TypeError("no dtype of numbers")
+    found = np.dtype(code)
+    if found.hasobject or found.kind not in "biufcSU":
+        raise TypeError(f"{code} is no dtype of numbers")
+    order: Any = said.state[1] if said.state else "="
+    return found.newbyteorder(order) if order in ("<", ">") else found

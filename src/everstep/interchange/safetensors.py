@@ -98,7 +98,7 @@ def _found(path: Path, name: str, row: Any, start: int, size: int) -> Found:
     if ITEM_SIZES[_DTYPES[kind]] * prod(shape) != end - begin or start + end > size:
         raise ValueError(f"{name!r} of shape {shape} in bytes {begin} to {end} of {size}")
     stretch = Stretch(path, start + begin, end - begin)
-    return Found.at(_DTYPES[kind], shape, stretch, (path, name))
+    return Found.whole(_DTYPES[kind], shape, stretch)
 
 
 def _pairs(rows: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ its elements do not lie in order, for the tensor and what it is a view of.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
 from pathlib import Path
@@ -25,11 +25,12 @@ _DIMS_MAX = 64
 NAME = re.compile(r"[\w-][\w.-]{0,199}")
 """Of what lies in a folder, and nowhere else."""
 Blocks = Callable[[], Iterator[memoryview]]
+"""Bytes, one block after another. What is equal has the same ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Bytes of a file."""
+    """Bytes of a file, which are its `Blocks`."""
 
     path: Path
     offset: int
@@ -40,7 +41,7 @@ class Stretch:
         assert 0 <= start <= start + size <= self.size
         return Stretch(self.path, self.offset + start, size)
 
-    def blocks(self) -> Iterator[memoryview]:
+    def __call__(self) -> Iterator[memoryview]:
         """They, one block after another. Raises Corrupt where the file is short, Unavailable."""
         left = self.size
         try:
@@ -59,7 +60,7 @@ class Stretch:
 
     def read(self) -> bytes:
         """All of them."""
-        return b"".join(self.blocks())
+        return b"".join(self())
 
 
 def named(folder: Path, name: object, where: object) -> Path:
@@ -90,14 +91,11 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tensor of a source. `memory` tells which are one: equal ones are. `lies`: where all of it
-    lies in order, if it does."""
+    """A tensor of a source. Equal ones are one: their bytes are the same."""
 
     dtype: str
     shape: tuple[int, ...]
-    parts: Sequence[Part]
-    memory: object = None
-    lies: Stretch | None = None
+    parts: tuple[Part, ...]
 
     @property
     def size(self) -> int:
@@ -105,28 +103,21 @@ class Found:
         return ITEM_SIZES[self.dtype] * prod(self.shape)
 
     @classmethod
-    def whole(
-        cls, dtype: str, shape: Sequence[int], blocks: Blocks, memory: object = None
-    ) -> "Found":
-        """One that comes in one piece."""
-        return cls(dtype, tuple(shape), [Part(Box.whole(tuple(shape)), blocks)], memory)
-
-    @classmethod
-    def at(cls, dtype: str, shape: Sequence[int], lies: Stretch, memory: object) -> "Found":
-        """One that lies there, row-major."""
-        return replace(cls.whole(dtype, shape, lies.blocks, memory), lies=lies)
+    def whole(cls, dtype: str, shape: Sequence[int], blocks: Blocks) -> "Found":
+        """One that comes in one piece, row-major."""
+        return cls(dtype, tuple(shape), (Part(Box.whole(tuple(shape)), blocks),))
 
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
         tensor of that shape. Raises ValueError where they are not there."""
-        if self.lies is None or len(self.shape) != 1 or at < 0 or count < 0:
+        lies = self.parts[0].blocks
+        if not isinstance(lies, Stretch) or len(self.shape) != 1 or at < 0 or count < 0:
             raise ValueError("a partition that is no row of numbers")
         if at + count > self.shape[0] or start + count > prod(shape):
             raise ValueError("a partition that is too short")
         item, parts = ITEM_SIZES[self.dtype], []
         for box in flat_boxes(shape, start, start + count):
-            lies = self.lies.part(at * item, box.count * item)
-            parts.append(Part(box, lies.blocks))
+            parts.append(Part(box, lies.part(at * item, box.count * item)))
             at += box.count
         return parts
 
@@ -136,8 +127,8 @@ class Found:
         view = bytes_of(tensor).numpy().data
         return cls.whole(dtype_name(tensor.dtype), tensor.shape, lambda: iter([view]))
 
-    def is_equal_to(self, other: "Found") -> bool:
-        """Whether both have the same bytes; mostly told by the first of them."""
+    def has_bytes_of(self, other: "Found") -> bool:
+        """Whether both have the same bytes, wherever; mostly told by the first of them."""
         if [part.box for part in self.parts] != [part.box for part in other.parts]:
             return False
         for one, two in zip(self.parts, other.parts, strict=True):
@@ -169,9 +160,7 @@ class Storage:
     dtype: str | None
 
 
-def view_of(
-    storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, where: object
-) -> Found:
+def view_of(storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Found:
     """A tensor as torch pickles it: elements of a storage. `dtype`: None: the storage's. Raises
     Corrupt where they are not in it; Unsupported where they are more than it has."""
     dtype = dtype or storage.dtype
@@ -180,15 +169,17 @@ def view_of(
     (offset,), shape, strides = lengths((offset,)), lengths(shape), lengths(strides)
     item, count = ITEM_SIZES[dtype], prod(shape)
     reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    if count and (offset + reach) * item > storage.stretch.size:
-        raise Corrupt(f"reading {where}: a tensor is larger than its storage")
-    if count * item > storage.stretch.size:
-        raise Unsupported(f"reading {where}: a tensor's elements share memory. Clone it, and save")
-    memory = (storage.stretch, offset, shape, strides, dtype)
+    lies = storage.stretch
+    if count and (offset + reach) * item > lies.size:
+        raise Corrupt(f"reading {lies.path}: a tensor is larger than its storage")
+    if count * item > lies.size:
+        raise Unsupported(
+            f"reading {lies.path}: a tensor's elements share memory. Clone it, and save"
+        )
     if _is_row_major(shape, strides):
-        lies = storage.stretch.part(offset * item if count else 0, count * item)
-        return Found.at(dtype, shape, lies, memory)
-    return Found.whole(dtype, shape, lambda: _strided(storage, memory), memory)
+        own = lies.part(offset * item if count else 0, count * item)
+        return Found.whole(dtype, shape, own)
+    return Found.whole(dtype, shape, _Strided(lies, dtype, offset, shape, strides))
 
 
 def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -200,10 +191,20 @@ def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _strided(storage: Storage, memory: tuple[Any, ...]) -> Iterator[memoryview]:
-    _, offset, shape, strides, dtype = memory
-    flat = torch.frombuffer(bytearray(storage.stretch.read()), dtype=torch.uint8)
-    item = ITEM_SIZES[dtype]
-    elements = flat[: flat.numel() // item * item].view(getattr(torch, dtype))
-    view: memoryview = bytes_of(elements.as_strided(shape, strides, offset)).numpy().data
-    yield from (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """The `Blocks` of elements that do not lie in order."""
+
+    stretch: Stretch
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __call__(self) -> Iterator[memoryview]:
+        flat = torch.frombuffer(bytearray(self.stretch.read()), dtype=torch.uint8)
+        item = ITEM_SIZES[self.dtype]
+        elements = flat[: flat.numel() // item * item].view(getattr(torch, self.dtype))
+        chosen = elements.as_strided(self.shape, self.strides, self.offset)
+        view: memoryview = bytes_of(chosen).numpy().data
+        yield from (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))

@@ -65,11 +65,8 @@ def _write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
             archive.write_record(f"data/{key}", view.untyped_storage(), view.nbytes)
 
 
-class _Storage:
-    """What a tensor is a view of, all of it."""
-
-    def __init__(self, key: str, dtype: str, count: int) -> None:
-        self.key, self.dtype, self.count = key, dtype, count
+class _Storage(tuple[Any, ...]):
+    """The persistent id by which a pickle names one."""
 
 
 class _Pickler(pickle.Pickler):
@@ -79,25 +76,23 @@ class _Pickler(pickle.Pickler):
         self.file = io.BytesIO()
         super().__init__(self.file, protocol=2)
         self.keys: dict[str, str] = {}
-        self._storages: dict[str, _Storage] = {}
+        """Of the storages of these tensors, in their order."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """How a tensor is made again: by torch's own function."""
+        """How a tensor is made again: by torch's own function, as a view of all of a storage."""
         if not isinstance(obj, StandIn):
             return NotImplemented
-        dtype, shape = dtype_name(obj.dtype), tuple(obj.shape)
-        key = self.keys.setdefault(obj.of, str(len(self.keys)))
-        made = self._storages.setdefault(obj.of, _Storage(key, dtype, obj.numel()))
+        kind = STORAGES.get(dtype_name(obj.dtype))
+        key, count = self.keys.setdefault(obj.of, f"{len(self.keys)}"), obj.numel()
+        told = (kind, key, "cpu", count) if kind else (torch.UntypedStorage, key, "cpu", obj.nbytes)
         hooks: OrderedDict[str, Any] = OrderedDict()
-        known = (made, 0, shape, torch.empty(shape, device="meta").stride(), False, hooks)
-        if dtype in STORAGES:
+        shape = tuple(obj.shape)
+        strides = torch.empty(shape, device="meta").stride()
+        known = (_Storage(("storage", *told)), 0, shape, strides, False, hooks)
+        if kind:
             return torch._utils._rebuild_tensor_v2, known
         return torch._utils._rebuild_tensor_v3, (*known, obj.dtype)
 
     def persistent_id(self, obj: Any) -> Any:
-        """How torch names a storage."""
-        if not isinstance(obj, _Storage):
-            return None
-        kind = STORAGES.get(obj.dtype, torch.UntypedStorage)
-        item = 1 if obj.dtype in STORAGES else getattr(torch, obj.dtype).itemsize
-        return "storage", kind, obj.key, "cpu", obj.count * item
+        """Of a storage."""
+        return tuple(obj) if type(obj) is _Storage else None

@@ -27,7 +27,7 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
     (optimizer,) = whole.optimizers
     moments = tree[optimizer]
     part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
-    names = whole.part(part)
+    model = tree[part]
     tag = folder / f"global_step{whole.name.step}"
 
     def write(path: Path, value: Any) -> None:
@@ -36,16 +36,16 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
 
     for group in moments["param_groups"]:
         for name in group["params"]:
-            if not NAME.fullmatch(name) or name not in names:
+            if not NAME.fullmatch(name) or name not in model:
                 raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
-            weights = tree[part][name]
-            own = {"fp32": weights, **moments["state"].get(name, {})}
+            own = {"fp32": model[name], **moments["state"].get(name, {})}
             for key, value in own.items():
-                is_alike = isinstance(value, StandIn) and value.shape == weights.shape
+                is_alike = isinstance(value, StandIn) and value.shape == model[name].shape
                 value = {"param": value} if is_alike and key != "step" else value
                 write(tag / "zero" / name / f"{key}.pt", value)
     write(tag / "zero" / "optimizer_state.pt", _common(moments))
-    write(tag / "mp_rank_00_model_states.pt", _model(whole, tree, part, moments))
+    said = _engine(tree, whole.name.step) | _model(model, moments["param_groups"])
+    write(tag / "mp_rank_00_model_states.pt", said)
     of_stage_3 = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     os.link(tag / "mp_rank_00_model_states.pt", of_stage_3)
     (folder / "latest_universal").write_text(tag.name)
@@ -69,29 +69,28 @@ def _common(moments: Any) -> dict[str, Any]:
     }
 
 
-def _model(whole: Whole, tree: Any, part: str, moments: Any) -> dict[str, Any]:
-    """What the engine reads first. Its weights are those of the folders."""
-    step, engine = whole.name.step, tree.get("engine")
-    engine = engine if isinstance(engine, dict) else {}
-    names = whole.part(part)
-    trained = [name for group in moments["param_groups"] for name in group["params"]]
-    aliases = {
-        alias.removeprefix(f"{part}."): name
-        for name in names
-        for alias in whole.entries[names[name]].aliases
-    }
-    sizes = [
-        {name: tree[part][name].shape for name in group["params"]}
-        for group in moments["param_groups"]
-    ]
+def _model(model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
+    """What the engine knows of it. The weights that are trained are those of the folders."""
+    shapes = [{name: model[name].shape for name in group["params"]} for group in groups]
+    firsts: dict[str, str] = {}
+    shared = {n: known for n, t in model.items() if (known := firsts.setdefault(t.of, n)) != n}
+    elsewhere = shared.keys() | {name for group in groups for name in group["params"]}
+    rest = {name: each for name, each in model.items() if name not in elsewhere}
     return {
-        "module": {name: tree[part][name] for name in names if name not in trained},
-        "buffer_names": [name for name in names if name not in trained],
-        "optimizer": None,
-        "param_shapes": sizes,
+        "module": rest,
+        "buffer_names": list(rest),
+        "param_shapes": shapes,
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
-        "shared_params": aliases,
+        "shared_params": shared,
+    }
+
+
+def _engine(tree: dict[str, Any], step: int) -> dict[str, Any]:
+    """What it counts."""
+    engine = tree["engine"] if isinstance(tree.get("engine"), dict) else {}
+    return {
+        "optimizer": None,
         "lr_scheduler": engine.get("lr_scheduler", tree.get("scheduler")),
         "skipped_steps": engine.get("skipped_steps", 0),
         "global_steps": engine.get("global_steps", step),

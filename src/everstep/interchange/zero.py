@@ -144,7 +144,7 @@ class _Rows:
         return {"state": state, "param_groups": named}
 
     def _tensor(self, name: str, key: str) -> Found:
-        return Found(self.dtypes[key], self.shapes[name], self.parts[name][key], (name, key))
+        return Found(self.dtypes[key], self.shapes[name], tuple(self.parts[name][key]))
 
 
 def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
@@ -160,7 +160,7 @@ def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
         for rank, row in enumerate(rows):
             start = min(rank * share, size)
             parts += row.flat(tuple(shape), start, 0, min(share, size - start))
-        yield name, Found(rows[0].dtype, tuple(shape), parts, name)
+        yield name, Found(rows[0].dtype, tuple(shape), tuple(parts))
     buffers = set(said.get("buffer_names") or ())
     yield from ((name, own) for name, own in (said.get("module") or {}).items() if name in buffers)
 
