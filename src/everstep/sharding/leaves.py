@@ -4,7 +4,7 @@ Guard that tells when a walk is out of date."""
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, eq, getitem, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,8 @@ class Guard:
                 and all(map(is_, parts, self._parts))
                 and all(map(is_, map(_local, self._sharded), self._locals))
                 and list(map(torch.Tensor.data_ptr, self._tensors)) == self._pointers
-                and list(map(_shape, self._tensors)) == self._shapes
+                # Not as a list: so many new tuples would call the garbage collector.
+                and all(map(eq, map(_shape, self._tensors), self._shapes))
                 and all(map(torch.Tensor.is_contiguous, self._contiguous))
                 and list(map(torch.Tensor.stride, self._strided)) == self._strides
                 and all(map(is_, map(_dtype, self._tensors), self._dtypes))
