@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> Answer:
     with progress_bar("importing") as progress:
         name = write(tier_at(args.store), draft, step, branch=args.branch, progress=progress)
     seconds, left_out = progress.seconds, draft.left_out
-    count, size = len(draft.tensors), sum(found.size for found in draft.tensors.values())
+    count, size = len(draft.tensors), draft.size
     said = {"from": draft.kind, "bytes": size, "tensors": count, "left_out": left_out}
     lines = [f"{name} from {draft.kind}: {text.moved(count, 'tensor', size, seconds)}"]
     lines += [f"left out: {text.clean(path)} ({text.clean(why)})" for path, why in left_out.items()]

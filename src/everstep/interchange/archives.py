@@ -4,7 +4,6 @@ A file is one, or has several behind one another (DCP's). https://pytorch.org/do
 serialization.html#torch-save-serialization-format
 """
 
-import io
 import os
 import struct
 import zipfile
@@ -104,11 +103,10 @@ def _storage(records: dict[str, Stretch], identity: Any) -> Storage:
     return Storage(stretch, dtype)
 
 
-class _Window(io.RawIOBase):
+class _Window:
     """A stretch of a file as a file, of which nobody reads much at once."""
 
     def __init__(self, file: Any, offset: int, size: int) -> None:
-        super().__init__()
         self._file, self._offset, self._size = file, offset, size
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:

@@ -61,6 +61,11 @@ class Draft:
     """By path what was not taken, and why."""
     _owners: dict[Found, str] = field(default_factory=dict)
 
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors that are not borrowed."""
+        return sum(found.size for found in self.tensors.values())
+
     def add_tensor(self, name: str, found: Found) -> None:
         """Raises Corrupt for one that is there, or is not all there."""
         if name in self.tensors:
@@ -146,10 +151,14 @@ class Draft:
         if not all(type(key) is str for row in rows for key in row):
             raise Corrupt(f"reading {self.where}: {name!r} has something whose name is no text")
         table: dict[str, Any] = {"groups": {}, "state": {}}
+        self.optimizers[name], self.hyperparameters[name] = table, []
         plain: dict[str, Any] = {}
         for index, group in enumerate(state["param_groups"]):
-            for each in group["params"]:
-                table["groups"][names[each]] = index
+            table["groups"] |= {names[each]: index for each in group["params"]}
+            path = f"{name}.param_groups.{index}"
+            own = {k: each for k, each in group.items() if k not in _STRUCTURE}
+            encoded = {k: self.encoded(f"{path}.{k}", each) for k, each in own.items()}
+            self.hyperparameters[name].append(encoded)
         for each, own in state["state"].items():
             if each not in names:
                 continue
@@ -160,15 +169,6 @@ class Draft:
                     table["state"].setdefault(full, []).append(key)
                 else:
                     plain.setdefault(full, {})[key] = value
-        self.optimizers[name] = table
-        self.hyperparameters[name] = [
-            {
-                key: self.encoded(f"{name}.param_groups.{index}.{key}", value)
-                for key, value in group.items()
-                if key not in _STRUCTURE
-            }
-            for index, group in enumerate(state["param_groups"])
-        ]
         if plain:
             values = {full: self.encoded(f"{name}.{full}", each) for full, each in plain.items()}
             self.objects[name] = {"state": values, "other": {}}

@@ -18,7 +18,7 @@ from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
 from everstep.interchange.generators import RNG, plain
-from everstep.interchange.safetensors import header_of, in_file_order
+from everstep.interchange.safetensors import header_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
@@ -244,10 +244,12 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     for number, shard in enumerate(shards):
         of_shards = f"-{number + 1:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
         name = f"model{of_shards}.safetensors"
+        # By falling size of items: so each lies on a multiple of it.
+        shard.sort(key=lambda name: (-ITEM_SIZES[export.dtype(chosen[name])], name))
         shapes = {n: (export.dtype(chosen[n]), entries[chosen[n]].spec.shape) for n in shard}
         with (export.folder / name).open("xb") as file:
             file.write(header_of(shapes))
-            for tensor in export.tensors([chosen[n] for n in in_file_order(shapes)]):
+            for tensor in export.tensors([chosen[name] for name in shard]):
                 file.write(bytes_of(tensor).numpy().data)
         index |= dict.fromkeys(shard, name)
     if len(shards) > 1:

@@ -68,10 +68,6 @@ def read_pickle(data: bytes, where: object, persistent: Persistent | None = None
     """The value of a pickle, settled: containers of its own, Found for tensors, arrays, dtypes;
     what else names make stays Inert. `persistent`: gives what lies elsewhere. Raises Corrupt,
     Unsupported; nothing is executed."""
-    return settled(_unpickled(data, where, persistent), where, _resolved)
-
-
-def _unpickled(data: bytes, where: object, persistent: Persistent | None) -> Any:
     budget = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
     machine = _Machine(persistent, budget)
     try:
@@ -80,7 +76,7 @@ def _unpickled(data: bytes, where: object, persistent: Persistent | None) -> Any
             if machine.budget < 0:
                 raise Unsupported(f"reading {where}: a pickle that takes too much memory")
             if opcode.name == "STOP":
-                return machine.stack.pop()
+                return settled(machine.stack.pop(), where, _resolved)
             if opcode.name not in _STEPS:
                 raise Unsupported(f"reading {where}: a pickle of old, or of extensions")
             _STEPS[opcode.name](machine, argument)

@@ -22,18 +22,11 @@ HEADER_BYTES_MAX = 100_000_000
 _DTYPES = {kind: name for name, (kind, _) in CARRIED.items()}
 
 
-def in_file_order(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> list[str]:
-    """The names of tensors, whose dtype and shape are given, by falling size of their items: so
-    each lies on a multiple of it."""
-    return sorted(shapes, key=lambda name: (-ITEM_SIZES[shapes[name][0]], name))
-
-
 def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
-    """The beginning of a file of these tensors, `in_file_order`. Raises Unsupported for what no
-    such file can hold."""
+    """The beginning of a file of tensors, whose dtypes and shapes are given, in this order. Raises
+    Unsupported for what no such file can hold."""
     entries = Entries({"__metadata__": {"format": "pt"}})
-    for name in in_file_order(shapes):
-        dtype, shape = shapes[name]
+    for name, (dtype, shape) in shapes.items():
         if dtype not in CARRIED:
             raise Unsupported(f"exporting {name!r}: {dtype} is no dtype of safetensors files")
         entries.add(name, dtype, tuple(shape), ITEM_SIZES[dtype] * prod(shape))

@@ -43,9 +43,8 @@ def _check_size(draft: Draft, path: Path) -> None:
     """Raises Unsupported where the same bytes are named so often that they fill a disk."""
     files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
     there = sum(each.stat().st_size for each in files)
-    wanted = sum(found.size for found in draft.tensors.values())
-    if wanted > _TIMES_MAX * there + _SPARE_BYTES:
-        raise Unsupported(f"importing {path}: {there} bytes, which say that they are {wanted}")
+    if draft.size > _TIMES_MAX * there + _SPARE_BYTES:
+        raise Unsupported(f"importing {path}: {there} bytes, which say that they are {draft.size}")
 
 
 class Kind(NamedTuple):

@@ -6,7 +6,7 @@ The epoch is claimed when all is durable: an import that is broken off leaves no
 
 import mmap
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import xxhash
@@ -14,10 +14,10 @@ import xxhash
 from everstep.errors import Conflict, Corrupt
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
-from everstep.format.packs import CHUNK_BYTES, Layout, Piece, Spec, lay_out
+from everstep.format.packs import CHUNK_BYTES, Piece, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
-from everstep.interchange import tensors
 from everstep.interchange.draft import Draft
+from everstep.interchange.tensors import Blocks
 from everstep.keeper.data import blocks_of
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
@@ -40,15 +40,35 @@ def write(
     a branch then. Takes memory for some blocks. Raises Conflict, Corrupt and Unsupported (of the
     source), Unavailable."""
     what = f"importing step {step} to {disk.root}"
-    is_new = disk.size(names.STORE) is None
-    if is_new and not is_empty(disk):
+    if disk.size(names.STORE) is None and not is_empty(disk):
         raise Conflict(f"{what}: it is no store, and there is something in it. Name another place")
     check_no_writer(disk.root, what, living(disk))
-    parent = None if is_new else _parent(disk, step, branch, what)
-    epoch = 1 if is_new else max(catalog.known_epochs(disk), default=0) + 1
-    name = CheckpointName(step, epoch)
+    parent = _parent(disk, step, branch, what)
+    name, links = CheckpointName(step, _next_epoch(disk)), list[FileLink]()
+    told = {"strategy": draft.strategy, "from": draft.kind, "source": str(draft.where)}
     with shown(disk):
-        _write(disk, draft, name, parent, what, progress)
+        run = commit.open_store(disk)
+        try:
+            parts, tables = _written(disk, draft, name, links, progress)
+            check_no_writer(disk.root, what)
+            _claim(disk, name, parent, what)
+            manifest = Manifest(
+                step=step,
+                epoch=name.epoch,
+                run=run,
+                created=commit.now(),
+                parts=parts,
+                objects=draft.objects,
+                hyperparameters=draft.hyperparameters,
+                parent=parent and parent._asdict(),
+                topology=draft.like.topology if draft.like else topology(max(1, len(draft.ranks))),
+                capture=told,
+                ranks=tuple(draft.ranks),
+            )
+            commit.publish(disk, manifest, tables=tables)
+        except BaseException:
+            commit.discard_packs(disk, name, [link.path for link in links])
+            raise
     return name
 
 
@@ -64,107 +84,72 @@ def _parent(disk: Tier, step: int, branch: bool, what: str) -> CheckpointName | 
     return before[-1] if before else None
 
 
-def _write(
-    disk: Tier,
-    draft: Draft,
-    name: CheckpointName,
-    parent: CheckpointName | None,
-    what: str,
-    progress: Progress,
-) -> None:
-    run = commit.open_store(disk)
-    packs = _Packs(draft, progress)
-    token, links = secrets.token_hex(4), list[FileLink]()
-    try:
-        for number, pack in enumerate(packs.layout.packs):
-            link = FileLink(names.pack_path(name, token, number), pack.size)
-            disk.stream(link.path, blocks_of(packs.blocks(number), _buffers()), pack.size)
-            links.append(link)
-        shared = list[FileLink]()
-        for each in draft.borrowed:
-            shared += Copier(each.tier, disk, are_shared=True).bring_packs(each.part)
-        disk.sync_entries([link.path for link in shared])
-        draft.bytes_shared = sum(link.size for link in shared)
-        own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
-        tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
-        made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
-        every = zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
-        parts = [
-            replace(part, rank=number, table=commit.table_link(table), steps=name.step)
-            for number, (part, table) in enumerate(every)
-        ]
-        check_no_writer(disk.root, what)
-        _claim(disk, name, parent, what)
-        commit.publish(disk, _manifest(draft, name, parent, run, parts), tables=tables)
-    except BaseException:
-        commit.discard_packs(disk, name, [link.path for link in links])
-        raise
+def _next_epoch(disk: Tier) -> int:
+    return max(catalog.known_epochs(disk), default=0) + 1
 
 
 def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:
     """The epoch for which the packs are named. Raises Conflict where another has come to be."""
-    is_next = max(catalog.known_epochs(disk), default=0) + 1 == name.epoch
-    if not is_next or commit.claim_epoch(disk, parent) != name.epoch:
+    if _next_epoch(disk) != name.epoch or commit.claim_epoch(disk, parent) != name.epoch:
         raise Conflict(f"{what}: somebody else has begun epoch {name.epoch} meanwhile. Try again")
 
 
-def _manifest(
-    draft: Draft,
-    name: CheckpointName,
-    parent: CheckpointName | None,
-    run: str,
-    parts: Sequence[Part],
-) -> Manifest:
-    said = {"strategy": draft.strategy, "from": draft.kind, "source": str(draft.where)}
-    return Manifest(
-        step=name.step,
-        epoch=name.epoch,
-        run=run,
-        created=commit.now(),
-        parts=tuple(parts),
-        objects=draft.objects,
-        hyperparameters=draft.hyperparameters,
-        parent=parent and parent._asdict(),
-        topology=draft.like.topology if draft.like else topology(max(1, len(draft.ranks))),
-        capture=said,
-        ranks=tuple(draft.ranks),
+def _written(
+    disk: Tier, draft: Draft, name: CheckpointName, links: list[FileLink], progress: Progress
+) -> tuple[tuple[Part, ...], list[bytes]]:
+    """Write the packs, durably, and have those that are borrowed; the parts and their tables.
+    `links`: gets each file that is written."""
+    packs, token = _Packs(draft, progress), secrets.token_hex(4)
+    for number, pack in enumerate(packs.layout.packs):
+        link = FileLink(names.pack_path(name, token, number), pack.size)
+        disk.stream(link.path, blocks_of(packs.pieces(number), _buffers()), pack.size)
+        links.append(link)
+    shared = list[FileLink]()
+    for each in draft.borrowed:
+        shared += Copier(each.tier, disk, are_shared=True).bring_packs(each.part)
+    disk.sync_entries([link.path for link in shared])
+    draft.bytes_shared = sum(link.size for link in shared)
+    own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
+    made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
+    tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
+    parts = tuple(
+        replace(part, rank=number, table=commit.table_link(table), steps=name.step)
+        for number, (part, table) in enumerate(
+            zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
+        )
     )
+    return parts, tables
 
 
 class _Packs:
     """The bytes of the packs of a draft, in their order, and the digests, once they have passed."""
 
     def __init__(self, draft: Draft, progress: Progress) -> None:
-        rows = [
+        self._draft, self._progress = draft, progress
+        self._total, self._done = draft.size, 0
+        self._rows = [
             (Spec(name, found.dtype, found.shape, part.box), part.blocks)
             for name, found in draft.tensors.items()
             for part in found.parts
         ]
-        self.layout: Layout = lay_out([spec for spec, _ in rows])
+        self.layout = lay_out([spec for spec, _ in self._rows])
         self.digests = [""] * self.layout.digest_count
-        self._draft, self._progress = draft, progress
-        self._total, self._done = sum(spec.size for spec, _ in rows), 0
-        self._members: list[list[tuple[Piece, tensors.Blocks, str]]] = [
-            [] for _ in self.layout.packs
-        ]
-        for piece, (spec, blocks) in zip(self.layout.pieces, rows, strict=True):
-            self._members[piece.pack].append((piece, blocks, spec.name))
 
-    def blocks(self, number: int) -> Iterator[memoryview]:
+    def pieces(self, number: int) -> Iterator[bytes | memoryview]:
         """Those of a pack. Raises Corrupt where the source has other bytes than it said."""
         pack, header = self.layout.packs[number], self.layout.headers[number]
         self.digests[pack.digest] = digest_of(header)
-        yield memoryview(header)
+        yield header
         at = pack.header
-        for piece, blocks, name in sorted(
-            self._members[number], key=lambda row: (row[0].offset, row[0].size)
-        ):
-            yield memoryview(bytes(piece.offset - at))
-            yield from self._piece(piece, blocks, name)
+        rows = zip(self.layout.pieces, self._rows, strict=True)
+        own = (row for row in rows if row[0].pack == number)
+        for piece, row in sorted(own, key=lambda row: (row[0].offset, row[0].size)):
+            yield bytes(piece.offset - at)
+            yield from self._piece(piece, *row)
             at = piece.offset + piece.size
-        yield memoryview(bytes(pack.size - at))
+        yield bytes(pack.size - at)
 
-    def _piece(self, piece: Piece, blocks: tensors.Blocks, name: str) -> Iterator[memoryview]:
+    def _piece(self, piece: Piece, spec: Spec, blocks: Blocks) -> Iterator[memoryview]:
         digest, done = xxhash.xxh3_128(), 0
         for block in blocks():
             view = block
@@ -180,7 +165,7 @@ class _Packs:
             yield block
         if done != piece.size:
             raise Corrupt(
-                f"reading {self._draft.where}: {name!r} has other than {piece.size} bytes"
+                f"reading {self._draft.where}: {spec.name!r} has other than {piece.size} bytes"
             )
         if not done:
             self.digests[piece.digest] = digest.hexdigest()

@@ -92,14 +92,12 @@ class _Rows:
         for group, own in enumerate(self.groups):
             at = 0
             for name, shape in own.items():
-                size = prod(shape)
-                share = -(-size // len(ranks))
-                for rank, said in enumerate(ranks):
+                shares = _shares(shape, len(ranks))
+                for said, (start, count) in zip(ranks, shares, strict=True):
                     row = {_WEIGHT: said["fp32_flat_groups"][group]}
                     row |= said["optimizer_state_dict"]["state"].get(group, {})
-                    start = min(rank * share, size)
-                    self._add(name, row, start, at, min(share, size - start))
-                at += share
+                    self._add(name, row, start, at, count)
+                at += shares[0][1]
 
     def read_universal(self, tag: Path, said: Mapping[str, Any]) -> None:
         """Each parameter has a folder, of a file for itself and for each tensor of its state: made
@@ -147,19 +145,27 @@ class _Rows:
         return Found(self.dtypes[key], self.shapes[name], tuple(self.parts[name][key]))
 
 
+def _shares(shape: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """Where the elements begin that each rank has of a parameter in stage 3, and how many."""
+    size, share = prod(shape), -(-prod(shape) // count)
+    starts = (min(rank * share, size) for rank in range(count))
+    return [(start, min(share, size - start)) for start in starts]
+
+
 def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
     """What no optimizer has."""
     said = states[0]
     fragments = [each.get("frozen_param_fragments") or {} for each in states]
     for name, shape in (said.get("frozen_param_shapes") or {}).items():
-        rows, size = [each[name] for each in fragments], prod(shape)
+        rows = [each[name] for each in fragments]
         if len(rows[0].shape) != 1 or len(states) == 1:
             yield name, rows[0]
             continue
-        parts, share = [], rows[0].shape[0]
-        for rank, row in enumerate(rows):
-            start = min(rank * share, size)
-            parts += row.flat(tuple(shape), start, 0, min(share, size - start))
+        parts = [
+            part
+            for row, (start, count) in zip(rows, _shares(shape, len(rows)), strict=True)
+            for part in row.flat(tuple(shape), start, 0, count)
+        ]
         yield name, Found(rows[0].dtype, tuple(shape), tuple(parts))
     buffers = set(said.get("buffer_names") or ())
     yield from ((name, own) for name, own in (said.get("module") or {}).items() if name in buffers)
