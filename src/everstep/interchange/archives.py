@@ -7,30 +7,17 @@ serialization.html#torch-save-serialization-format
 import os
 import struct
 import zipfile
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.storage import _dtype_to_storage_type_map
-
 from everstep.errors import Corrupt, Unavailable, Unsupported
-from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.pickles import read_pickle
-from everstep.interchange.tensors import Storage, Stretch
-from everstep.sharding.leaves import dtype_name
+from everstep.interchange.tensors import Stretch
 
 PICKLE_BYTES_MAX = 1 << 28
 _DIRECTORY_BYTES_MAX = 1 << 26
 _LOCAL = struct.Struct("<4s5H3I2H")
 _BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
-STORAGES: dict[str, Any] = {
-    dtype_name(dtype): getattr(torch, kind)
-    for dtype, kind in _dtype_to_storage_type_map().items()
-    if dtype_name(dtype) in ITEM_SIZES
-}
-"""What a pickle calls the storage of a dtype; of others there are bytes alone."""
-_DTYPES = {kind.__name__: dtype for dtype, kind in STORAGES.items()} | {"UntypedStorage": None}
 
 
 def is_archive(path: Path) -> bool:
@@ -62,7 +49,7 @@ def load_piece(lies: Stretch, where: object) -> Any:
     data = records["data.pkl"]
     if data.size > PICKLE_BYTES_MAX:
         raise Unsupported(f"reading {where}: its pickle has {data.size} bytes")
-    return read_pickle(data.read(), where, partial(_storage, records))
+    return read_pickle(data.read(), where, records)
 
 
 def _records(lies: Stretch, where: object) -> dict[str, Stretch]:
@@ -89,18 +76,6 @@ def _records(lies: Stretch, where: object) -> dict[str, Stretch]:
     if order and order.size < 100 and order.read() != b"little":
         raise Unsupported(f"reading {where}: it is of a big-endian machine")
     return found
-
-
-def _storage(records: dict[str, Stretch], identity: Any) -> Storage:
-    """What a pickle means by a persistent id."""
-    kind, storage, key, _, count = identity
-    name = storage.name.rpartition(".")[2]
-    if kind != "storage" or name not in _DTYPES or type(count) is not int:
-        raise ValueError(f"no storage: {identity!r:.200}")
-    stretch, dtype = records[f"data/{key}"], _DTYPES[name]
-    if not 0 <= count * (ITEM_SIZES[dtype] if dtype else 1) <= stretch.size:
-        raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
-    return Storage(stretch, dtype)
 
 
 class _Window:

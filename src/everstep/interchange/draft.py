@@ -7,6 +7,7 @@ all else        scheduler, rng, ...               tagged JSON, tensors in it und
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import add, le
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
 from everstep.interchange.pickles import RANGE, Inert, settled
 from everstep.interchange.tensors import Found, StandIn
-from everstep.sharding.leaves import canonical
 from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
 from everstep.tiers.tier import Tier
@@ -196,30 +196,5 @@ class Draft:
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:
-    if not len(box.offsets) == len(box.lengths) == len(shape):
-        return False
-    rows = zip(box.offsets, box.lengths, shape, strict=True)
-    return all(start + length <= size for start, length, size in rows)
-
-
-def is_optimizer(value: Any) -> bool:
-    """Whether it is what state_dict() of a torch optimizer returned."""
-    return isinstance(value, dict) and value.keys() >= {"state", "param_groups"}
-
-
-def is_weights(value: Any) -> bool:
-    """Whether it is a model's: tensors by names."""
-    return (
-        isinstance(value, dict)
-        and bool(value)
-        and all(type(key) is str and isinstance(each, Found) for key, each in value.items())
-    )
-
-
-def bare(weights: Mapping[str, Found]) -> dict[str, Found]:
-    """Their names without what DistributedDataParallel and others put before or into them."""
-    names = [canonical(name) for name in weights]
-    prefix = "module."
-    if all(name.startswith(prefix) for name in names):
-        names = [name.removeprefix(prefix) for name in names]
-    return dict(zip(names, weights.values(), strict=True))
+    ends = map(add, box.offsets, box.lengths)
+    return len(box.offsets) == len(box.lengths) == len(shape) and all(map(le, ends, shape))

@@ -13,17 +13,18 @@ are found when a value is settled.
 import pickletools
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
+from torch.storage import _dtype_to_storage_type_map
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.tensors import Found, view_of
+from everstep.interchange.tensors import Found, Storage, Stretch, view_of
 from everstep.sharding.leaves import dtype_name
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
@@ -32,8 +33,9 @@ _COST = 100
 _DEPTH_MAX = 100
 _NODES_MAX = 1 << 22
 _PLAIN_KEYS = (str, bytes, int, float, bool, complex, type(None))
-_NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
-"""torch raises RuntimeError for a device that it does not know."""
+NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
+"""What comes of what makes no sense. torch raises RuntimeError for a device that it does not
+know."""
 RANGE = "builtins.range"
 """Is not made: it says in few bytes that a set, or a shape, has any number of items."""
 
@@ -61,15 +63,12 @@ class Inert:
         )
 
 
-Persistent = Callable[[Any], Any]
-
-
-def read_pickle(data: bytes, where: object, persistent: Persistent | None = None) -> Any:
+def read_pickle(data: bytes, where: object, beside: Mapping[str, Stretch]) -> Any:
     """The value of a pickle, settled: containers of its own, Found for tensors, arrays, dtypes;
-    what else names make stays Inert. `persistent`: gives what lies elsewhere. Raises Corrupt,
-    Unsupported; nothing is executed."""
+    what else names make stays Inert. `beside`: where the storages of its tensors lie. Raises
+    Corrupt, Unsupported; nothing is executed."""
     budget = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
-    machine = _Machine(persistent, budget)
+    machine = _Machine(beside, budget)
     try:
         for opcode, argument, _ in pickletools.genops(data):
             machine.budget -= _COSTS.get(opcode.name, _COST)
@@ -80,7 +79,7 @@ def read_pickle(data: bytes, where: object, persistent: Persistent | None = None
             if opcode.name not in _STEPS:
                 raise Unsupported(f"reading {where}: a pickle of old, or of extensions")
             _STEPS[opcode.name](machine, argument)
-    except _NONSENSE as error:
+    except NONSENSE as error:
         text = f"{type(error).__name__}: {error}"
         raise Corrupt(
             f"reading {where}: it is no pickle that makes sense ({text[:200]})"
@@ -89,11 +88,11 @@ def read_pickle(data: bytes, where: object, persistent: Persistent | None = None
 
 
 class _Machine:
-    def __init__(self, persistent: Persistent | None, budget: int) -> None:
+    def __init__(self, beside: Mapping[str, Stretch], budget: int) -> None:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
-        self.persistent, self.budget = persistent, budget
+        self.beside, self.budget = beside, budget
 
     def push(self, value: Any) -> None:
         self.stack.append(value)
@@ -150,10 +149,15 @@ class _Machine:
     def add(self, items: list[Any]) -> None:
         self.stack[-1].update(map(_key, items))
 
-    def find_persistent(self, identity: Any) -> None:
-        if self.persistent is None:
-            raise TypeError("something that lies elsewhere")
-        self.push(self.persistent(identity))
+    def find_storage(self, identity: Any) -> None:
+        kind, storage, key, _, count = identity
+        name = storage.name.rpartition(".")[2]
+        if kind != "storage" or name not in _STORAGES or type(count) is not int:
+            raise ValueError(f"no storage: {identity!r:.200}")
+        stretch, dtype = self.beside[f"data/{key}"], _STORAGES[name]
+        if not 0 <= count * (ITEM_SIZES[dtype] if dtype else 1) <= stretch.size:
+            raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
+        self.push(Storage(stretch, dtype))
 
 
 def _key(value: Any) -> Any:
@@ -194,7 +198,7 @@ _STEPS: dict[str, _Step] = {
     "GLOBAL": lambda m, a: m.find(*a.split(" ", 1)),
     "STACK_GLOBAL": _takes(2, _Machine.find),
     "BUILD": _takes(1, _Machine.build),
-    "BINPERSID": _takes(1, _Machine.find_persistent),
+    "BINPERSID": _takes(1, _Machine.find_storage),
     "NONE": lambda m, a: m.push(None),
     "NEWTRUE": lambda m, a: m.push(True),
     "NEWFALSE": lambda m, a: m.push(False),
@@ -275,6 +279,13 @@ def _bytes(made: Callable[[Any], Any], *given: Any) -> Any:
 
 
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_SIZES}
+STORAGES: dict[str, Any] = {
+    dtype_name(dtype): getattr(torch, kind)
+    for dtype, kind in _dtype_to_storage_type_map().items()
+    if dtype_name(dtype) in ITEM_SIZES
+}
+"""What a pickle calls the storage of a dtype; of others there are bytes alone."""
+_STORAGES = {kind.__name__: dtype for dtype, kind in STORAGES.items()} | {"UntypedStorage": None}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.interchange import archives, dcp, folders, safetensors, zero
 from everstep.interchange.draft import Draft
+from everstep.interchange.pickles import NONSENSE
 from everstep.interchange.trees import Options, Saved, draft_of
 
-_NONSENSE = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 _TIMES_MAX, _SPARE_BYTES = 4, 64 << 20
 
 
@@ -29,7 +29,7 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
         draft = draft_of(KINDS[chosen].read(path, options.part), path, chosen, options)
     except OSError as error:
         raise Unavailable(f"reading {path}: {error.strerror or error}") from error
-    except _NONSENSE as error:
+    except NONSENSE as error:
         what = f"{type(error).__name__}: {error}"
         raise Corrupt(f"reading {path}: it makes no sense: {what[:200]}") from error
     if not draft.tensors and not draft.objects:

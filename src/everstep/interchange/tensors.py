@@ -75,9 +75,8 @@ def named(folder: Path, name: object, where: object) -> Path:
 
 def lengths(value: Any) -> tuple[int, ...]:
     """A shape, offsets or strides. Raises ValueError for what is none."""
-    if not isinstance(value, (list, tuple)) or len(value) > _DIMS_MAX:
-        raise ValueError(f"{value!r:.80} are no lengths")
-    if not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
+    is_short = isinstance(value, (list, tuple)) and len(value) <= _DIMS_MAX
+    if not is_short or not all(type(each) is int and 0 <= each < 1 << 62 for each in value):
         raise ValueError(f"{value!r:.80} are no lengths")
     return tuple(value)
 
@@ -131,10 +130,8 @@ class Found:
         """Whether both have the same bytes, wherever; mostly told by the first of them."""
         if [part.box for part in self.parts] != [part.box for part in other.parts]:
             return False
-        for one, two in zip(self.parts, other.parts, strict=True):
-            if any(a != b for a, b in zip_longest(one.blocks(), two.blocks())):
-                return False
-        return True
+        pairs = zip(self.parts, other.parts, strict=True)
+        return all(a == b for one, two in pairs for a, b in zip_longest(one.blocks(), two.blocks()))
 
 
 class StandIn(torch.Tensor):
@@ -152,8 +149,7 @@ class StandIn(torch.Tensor):
         return made
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """What tensors are views of. `dtype`: None where it is bytes."""
 
     stretch: Stretch
@@ -176,19 +172,10 @@ def view_of(storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | No
         raise Unsupported(
             f"reading {lies.path}: a tensor's elements share memory. Clone it, and save"
         )
-    if _is_row_major(shape, strides):
+    if torch.empty_strided(shape, strides, device="meta").is_contiguous():
         own = lies.part(offset * item if count else 0, count * item)
         return Found.whole(dtype, shape, own)
     return Found.whole(dtype, shape, _Strided(lies, dtype, offset, shape, strides))
-
-
-def _is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    size = 1
-    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if length != 1 and stride != size:
-            return not prod(shape)
-        size *= length
-    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageIn
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _open_zipfile_writer
 
-from everstep.interchange.archives import STORAGES
+from everstep.interchange.pickles import STORAGES
 from everstep.interchange.tensors import StandIn
 from everstep.sharding.leaves import bytes_of, dtype_name
 

@@ -6,10 +6,11 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from everstep.errors import Missing, Unsupported
-from everstep.interchange.draft import Draft, bare, is_optimizer, is_weights
+from everstep.interchange.draft import Draft
 from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
 from everstep.interchange.tensors import Found
+from everstep.sharding.leaves import canonical
 from everstep.state.view import is_in
 
 _STEPS = ("step", "global_step", "global_steps", "iteration")
@@ -49,7 +50,7 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     step = saved.step if type(saved.step) is int else None
     draft = Draft(where, saved.kind or kind, step)
     orders = saved.orders if options.names is None else [options.names]
-    tree = {options.part: saved.tree} if is_weights(saved.tree) else saved.tree
+    tree = {options.part: saved.tree} if _is_weights(saved.tree) else saved.tree
     if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
         raise Unsupported(f"importing {where}: at its top there is no dict of parts")
     tree = _with_model(_opened(tree), options.part)
@@ -58,13 +59,13 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     if options.only and not chosen and not any(map(options.wants, saved.by_rank)):
         there = [*parts, *saved.by_rank]
         raise Missing(f"importing {where}: it has no {options.only}, but {there}")
-    models = [name for name, each in chosen.items() if is_weights(each)]
+    models = [name for name, each in chosen.items() if _is_weights(each)]
     for name in models:
-        draft.add_weights(name, bare(chosen[name]))
+        draft.add_weights(name, _bare(chosen[name]))
     for name, each in chosen.items():
         if draft.step is None and name in _STEPS and type(each) is int:
             draft.step = each
-        elif is_optimizer(each):
+        elif _is_optimizer(each):
             _add_optimizer(draft, name, each, models, orders)
         elif name not in models:
             draft.add_object(name, taken(each) if name == RNG else each)
@@ -96,13 +97,36 @@ def _add_optimizer(
     raise errors[0] if errors else Unsupported(f"{what}: there is no model whose it could be")
 
 
+def _is_optimizer(value: Any) -> bool:
+    """Whether it is what state_dict() of a torch optimizer returned."""
+    return isinstance(value, dict) and value.keys() >= {"state", "param_groups"}
+
+
+def _is_weights(value: Any) -> bool:
+    """Whether it is a model's: tensors by names."""
+    return (
+        isinstance(value, dict)
+        and bool(value)
+        and all(type(key) is str and isinstance(each, Found) for key, each in value.items())
+    )
+
+
+def _bare(weights: Mapping[str, Found]) -> dict[str, Found]:
+    """Their names without what DistributedDataParallel and others put before or into them."""
+    names = [canonical(name) for name in weights]
+    prefix = "module."
+    if all(name.startswith(prefix) for name in names):
+        names = [name.removeprefix(prefix) for name in names]
+    return dict(zip(names, weights.values(), strict=True))
+
+
 def _opened(tree: dict[str, Any]) -> dict[str, Any]:
     """Without a dict around all others, such as of an AppState."""
     while len(tree) == 1:
         (inner,) = tree.values()
-        if not isinstance(inner, dict) or is_weights(inner) or is_optimizer(inner):
+        if not isinstance(inner, dict) or _is_weights(inner) or _is_optimizer(inner):
             break
-        if not any(is_weights(each) or is_optimizer(each) for each in inner.values()):
+        if not any(_is_weights(each) or _is_optimizer(each) for each in inner.values()):
             break
         tree = inner
     return tree
@@ -111,7 +135,7 @@ def _opened(tree: dict[str, Any]) -> dict[str, Any]:
 def _with_model(tree: dict[str, Any], part: str) -> dict[str, Any]:
     """Where a model's weights lie beside the other parts, as torchtitan has them, they are one."""
     loose = {name: each for name, each in tree.items() if isinstance(each, Found)}
-    if not loose or any(is_weights(each) for each in tree.values()):
+    if not loose or any(_is_weights(each) for each in tree.values()):
         return tree
     return {part: loose, **{name: each for name, each in tree.items() if name not in loose}}
 
@@ -119,7 +143,7 @@ def _with_model(tree: dict[str, Any], part: str) -> dict[str, Any]:
 def _unflattened(value: Any) -> Any:
     """An optimizer's state dict that was flattened (`flatten_optimizer_state_dict`): there each
     parameter has hyperparameters of its own, and those of equal ones are a group here."""
-    if not isinstance(value, dict) or is_optimizer(value):
+    if not isinstance(value, dict) or _is_optimizer(value):
         return value
     if {str(key).partition(".")[0] for key in value} != _FLAT:
         return value
@@ -138,7 +162,7 @@ def _parts(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Lists of models and optimizers are as many parts."""
     for name, each in tree.items():
         is_several = isinstance(each, list) and bool(each) and len(each) < _PARTS_MAX
-        if is_several and all(is_weights(one) or is_optimizer(one) for one in each):
+        if is_several and all(_is_weights(one) or _is_optimizer(one) for one in each):
             yield from numbered(name, each).items()
         else:
             yield name, each
