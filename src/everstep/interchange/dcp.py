@@ -34,10 +34,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
         raise Missing(f"reading {folder}: it has no {METADATA}")
     if path.stat().st_size > _METADATA_BYTES_MAX:
         raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")
-    return _tree(folder, read_pickle(path.read_bytes(), path, {}))
-
-
-def _tree(folder: Path, said: Inert) -> dict[str, Any]:
+    said = read_pickle(path.read_bytes(), path, {})
     lies: dict[str, dict[Any, Inert]] = {}
     for index, info in said.get("storage_data").items():
         name, offset = index.get("fqn"), index.get("offset")

@@ -14,9 +14,9 @@ import torch
 from everstep.errors import Corrupt, Unsupported
 from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
-from everstep.interchange.generators import global_generators
+from everstep.interchange.generators import RNG, global_generators
 from everstep.interchange.tensors import Found
-from everstep.interchange.trees import Saved, numbered
+from everstep.interchange.trees import ByRank, Saved, numbered
 
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
@@ -39,10 +39,10 @@ def read_trainer(folder: Path, part: str) -> Saved:
     }
     states = _by_rank(folder, "rng_state", ".pth")
     generators = [global_generators(each, ("python", "numpy", "cpu", "cuda")) for each in states]
-    tree["trainer"] = _trainer(state, generators[0]) if generators else None
+    tree |= {"trainer": generators and _trainer(state, generators[0]), RNG: ByRank(generators)}
     tree = {name: each for name, each in tree.items() if each}
     orders = _orders_of_trainer(folder) if "optimizer" in tree else None
-    return Saved(tree, int(state["global_step"]), orders, {"rng": generators})
+    return Saved(tree, int(state["global_step"]), orders)
 
 
 def is_trainer(folder: Path) -> bool:
@@ -117,9 +117,9 @@ def read_accelerate(folder: Path, part: str) -> Saved:
     states = _by_rank(folder, "random_states", ".pkl")
     if type(states[0].get("step")) is int:
         tree["accelerator"] = {"step": states[0]["step"], "sync_gradients": True}
-    orders: list[list[str]] | None = None if (folder / "pytorch_model.bin").is_file() else []
     names = ("random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed")
-    return Saved(tree, None, orders, {"rng": [global_generators(each, names) for each in states]})
+    tree[RNG] = ByRank(global_generators(each, names) for each in states)
+    return Saved(tree, None, None if (folder / "pytorch_model.bin").is_file() else [])
 
 
 def is_accelerate(folder: Path) -> bool:

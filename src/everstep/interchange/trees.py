@@ -32,16 +32,19 @@ class Options:
         return not self.only or is_in(part, self.only)
 
 
+class ByRank(tuple[Any, ...]):
+    """What each rank has for itself of a part."""
+
+
 class Saved(NamedTuple):
     """What another library has saved, as state dicts in which each tensor is a `Found`: a dict of
     several things, or a model's. `step`: as it says; `orders`: in which the parameters of an
-    optimizer may be (None: as weights are, or by how people group); `by_rank`: what each rank has
-    for itself; `kind`: what it is more exactly than asked for."""
+    optimizer may be (None: as weights are, or by how people group); `kind`: what it is more exactly
+    than asked for."""
 
     tree: Any
     step: int | None = None
     orders: Sequence[Sequence[str]] | None = None
-    by_rank: Mapping[str, Sequence[Any]] = {}
     kind: str | None = None
 
 
@@ -50,15 +53,13 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     step = saved.step if type(saved.step) is int else None
     draft = Draft(where, saved.kind or kind, step)
     orders = saved.orders if options.names is None else [options.names]
-    tree = {options.part: saved.tree} if _is_weights(saved.tree) else saved.tree
-    if not isinstance(tree, dict) or not all(type(key) is str for key in tree):
+    if not isinstance(saved.tree, dict) or not all(type(key) is str for key in saved.tree):
         raise Unsupported(f"importing {where}: at its top there is no dict of parts")
-    tree = _with_model(_opened(tree), options.part)
+    tree = _with_model(_opened(saved.tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
     chosen = {name: each for name, each in parts.items() if options.wants(name)}
-    if options.only and not chosen and not any(map(options.wants, saved.by_rank)):
-        there = [*parts, *saved.by_rank]
-        raise Missing(f"importing {where}: it has no {options.only}, but {there}")
+    if options.only and not chosen:
+        raise Missing(f"importing {where}: it has no {options.only}, but {[*parts]}")
     models = [name for name, each in chosen.items() if _is_weights(each)]
     for name in models:
         draft.add_weights(name, _bare(chosen[name]))
@@ -67,11 +68,10 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
             draft.step = each
         elif _is_optimizer(each):
             _add_optimizer(draft, name, each, models, orders)
+        elif isinstance(each, ByRank):
+            draft.add_by_rank(name, each)
         elif name not in models:
             draft.add_object(name, taken(each) if name == RNG else each)
-    for name, values in saved.by_rank.items():
-        if values and options.wants(name):
-            draft.add_by_rank(name, values)
     draft.find_ties()
     return draft
 
@@ -133,7 +133,8 @@ def _opened(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_model(tree: dict[str, Any], part: str) -> dict[str, Any]:
-    """Where a model's weights lie beside the other parts, as torchtitan has them, they are one."""
+    """Where a model's weights lie at the top, beside other parts (as torchtitan has them) or
+    alone, they are one."""
     loose = {name: each for name, each in tree.items() if isinstance(each, Found)}
     if not loose or any(_is_weights(each) for each in tree.values()):
         return tree

@@ -157,16 +157,16 @@ def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
     said = states[0]
     fragments = [each.get("frozen_param_fragments") or {} for each in states]
     for name, shape in (said.get("frozen_param_shapes") or {}).items():
-        rows = [each[name] for each in fragments]
+        rows, shape = [each[name] for each in fragments], lengths(shape)
         if len(rows[0].shape) != 1 or len(states) == 1:
             yield name, rows[0]
             continue
         parts = [
             part
             for row, (start, count) in zip(rows, _shares(shape, len(rows)), strict=True)
-            for part in row.flat(tuple(shape), start, 0, count)
+            for part in row.flat(shape, start, 0, count)
         ]
-        yield name, Found(rows[0].dtype, tuple(shape), tuple(parts))
+        yield name, Found(rows[0].dtype, shape, tuple(parts))
     buffers = set(said.get("buffer_names") or ())
     yield from ((name, own) for name, own in (said.get("module") or {}).items() if name in buffers)
 
