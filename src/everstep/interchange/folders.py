@@ -32,8 +32,7 @@ def read_trainer(folder: Path, part: str) -> Saved:
     state = json.loads((folder / _TRAINER_STATE).read_bytes())
     tree: dict[str, Any] = {
         part: _weights(folder, ""),
-        "optimizer": _file(folder / "optimizer.pt")
-        or _sharded(folder / "optimizer_0", "optimizer"),
+        "optimizer": _file_or_shards(folder / "optimizer.pt", folder / "optimizer_0", "optimizer"),
         "scheduler": _file(folder / "scheduler.pt"),
         "scaler": _file(folder / "scaler.pt"),
     }
@@ -128,17 +127,13 @@ def is_accelerate(folder: Path) -> bool:
 
 
 def _model(folder: Path, number: int) -> Any:
-    of_fsdp = folder / f"{_FSDP}{_ending(number)}.bin"
-    return (
-        _weights(folder, _ending(number))
-        or _file(of_fsdp)
-        or _sharded(folder / f"{_FSDP}_{number}", "model")
-    )
+    file, shards = folder / f"{_FSDP}{_ending(number)}.bin", folder / f"{_FSDP}_{number}"
+    return _weights(folder, _ending(number)) or _file_or_shards(file, shards, "model")
 
 
 def _optimizer(folder: Path, number: int) -> Any:
-    path = folder / f"optimizer{_ending(number)}.bin"
-    return _file(path) or _sharded(folder / f"optimizer_{number}", "optimizer")
+    file, shards = folder / f"optimizer{_ending(number)}.bin", folder / f"optimizer_{number}"
+    return _file_or_shards(file, shards, "optimizer")
 
 
 def _ending(number: int) -> str:
@@ -183,8 +178,9 @@ def _file(path: Path) -> Any:
     return archives.load(path) if path.is_file() else None
 
 
-def _sharded(folder: Path, key: str) -> Any:
-    return dcp.read_tree(folder)[key] if dcp.is_any(folder) else None
+def _file_or_shards(file: Path, folder: Path, key: str) -> Any:
+    """What FSDP has gathered, or a directory of DCP's."""
+    return _file(file) or (dcp.read_tree(folder)[key] if dcp.is_any(folder) else None)
 
 
 def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:
