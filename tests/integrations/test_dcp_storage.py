@@ -103,6 +103,12 @@ def test_everything_comes_back_with_its_type(store):
     assert torch.equal(everstep.Store(store).read(5)["tensors.large"], TENSORS["large"])
 
 
+def test_one_element_of_a_column(store):
+    """torch calls it contiguous, whatever its stride."""
+    save(store, {"w": torch.arange(8.0).view(4, 2)[:1, 1]})
+    assert load(store, {"w": torch.zeros(1)})["w"].item() == 1
+
+
 def test_training_goes_on_from_it(store):
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
@@ -548,6 +554,8 @@ def test_what_cannot_be_stored_is_named(store):
         save(store, {"a": {"b": [print]}})
     with refused(everstep.Unsupported, "'s'", "sparse"):
         save(store, {"s": torch.eye(3).to_sparse()})
+    with refused(everstep.Unsupported, "'dcp.planner'"):
+        save(store, {"dcp": {"planner": "mine"}})
     assert not (store / "checkpoints").exists()
 
 

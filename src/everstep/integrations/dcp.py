@@ -349,6 +349,8 @@ def _collect(plan: SavePlan, planner: SavePlanner, written: _Written) -> dict[st
             leaves.append(_leaf_of(item, planner))
             continue
         key, value = item.index.fqn, _object_of(item, planner)
+        if key == PLANNER:
+            raise Unsupported(f"saving {key!r}: a checkpoint has its own object there. Rename it")
         if type(value) is io.BytesIO:
             written.streams.append(key)
             value = value.getvalue()
