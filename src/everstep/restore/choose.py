@@ -297,8 +297,8 @@ def candidates(
     """What to try, best first. One where a step or tag was asked for, which raises Missing where it
     is not there. Of what lies in memory and is not committed the run goes on from what is newer
     than all that is."""
-    order = _from_replica(disk, held) if reference is None else None
-    order = order or _listed(disk, reference, held)
+    newest = _from_replica(disk, held) if reference is None else None
+    order = newest or _listed(disk, reference, held)
     return (each for name in order for each in _ways(name, disk, held.get(name)))
 
 
