@@ -55,7 +55,9 @@ def test_it_is_that_of_a_loop(store, tmp_path, capsys, dtype, strategy):
     weights = ("--weights", 0.2, 0.7)
     assert run("average", store, 3, 7, *weights, "--to", tmp_path / "b") == 0
     assert run("verify", tmp_path / "b") == 0
-    for place, steps, shares in (("a", (2, 4, 6), (1.0, 1.0, 1.0)), ("b", (3, 7), (0.2, 0.7))):
+    assert run("average", store, 7, 3, "--weights", 0.7, 0.2, "--to", tmp_path / "c") == 0
+    of_two = (3, 7), (0.2, 0.7)
+    for place, steps, shares in (("a", (2, 4, 6), (1.0,) * 3), ("b", *of_two), ("c", *of_two)):
         expected = mean([states[step] for step in steps], shares)
         net = model(dtype)
         optimizer = torch.optim.AdamW(net.parameters())

@@ -172,12 +172,16 @@ def test_all_that_is_wrong_is_told_at_once(store, other_store, tmp_path, capsys)
         (("s3x://what", 1), {"tensors": '"model.layer1.*"'}),
         ((other_store, 1), {"tensors": "7"}),
     )
+    path.write_text(path.read_text().replace("step = 2 }", "step = 2, epoch = 1 }"))
+    path.write_text(path.read_text().replace("step = 9 }", "step = 9, run = 1 }"))
     assert run("merge", path, new) == 1
     said = capsys.readouterr().err
     for each in (
         "everstep: Mismatch: merging",
         "nothing was written",
+        "base: 'epoch' is not known",
         "take 2: 'speed' is not known",
+        "take 3.from: 'run' is not known",
         "'model.layer0.bias' is taken twice",
         f"{other_store} 9:",
         "where the merged checkpoint is to be",

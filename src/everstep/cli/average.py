@@ -15,7 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--last", type=int, default=5, metavar="N", help="so many of the run (default: 5)")
     add("--every", type=int, default=1, metavar="N", help="of those that are multiples of N")
-    add("--weights", type=float, nargs="+", metavar="X", help="of each, oldest first (default: 1)")
+    told = "of each, as they are named, else oldest first (default: 1)"
+    add("--weights", type=float, nargs="+", metavar="X", help=told)
     add("--to", metavar="NEW", help="a new directory or URL (default: STORE-average-STEP)")
     parser.epilog = (
         'An average has no optimizer state: restore(from_store="...", only=["model"]) takes it.'
@@ -39,6 +40,8 @@ def run(args: argparse.Namespace) -> Answer:
     if len(shares) != len(chosen) or not sum(shares) or not all(abs(x) < 1e9 for x in shares):
         told = ", ".join(map(str, chosen))
         raise ValueError(f"--weights: one number for each of {told}, whose sum is not 0")
+    pairs = sorted(zip(chosen, shares, strict=True))  # of some values the newest step's count
+    chosen, shares = [name for name, _ in pairs], [share for _, share in pairs]
     to = args.to or f"{str(disk.root).rstrip('/')}-average-{max(chosen).step}"
     with progress_bar("averaging") as progress:
         name = average(disk, chosen, shares, to, progress)

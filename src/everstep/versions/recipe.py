@@ -81,6 +81,7 @@ def read_recipe(path: Path, say: Callable[[str], object]) -> tuple[Source | None
     for key in sorted(value.keys() - {"base", "take"}):
         say(f"{key!r} is not known here: a recipe has `base` and `[[take]]`")
     base, takes = value.get("base"), value.get("take")
+    _check_keys("base", base, "store step tag", say)
     if flaw := find_flaw(base, _SOURCE):
         say(f"base{flaw} ({_DOCS})")
     else:
@@ -89,14 +90,19 @@ def read_recipe(path: Path, say: Callable[[str], object]) -> tuple[Source | None
         say("there is no [[take]]")
         takes = []
     for number, row in enumerate(takes, 1):
-        for key in sorted(row.keys() - {"from", "tensors", "rename", "optimizer"}):
-            say(f"take {number}: {key!r} is not known here ({_DOCS})")
+        _check_keys(f"take {number}", row, "from tensors rename optimizer", say)
+        _check_keys(f"take {number}.from", row.get("from"), "store step tag", say)
         if flaw := find_flaw(row, _TAKE):
             say(f"take {number}{flaw} ({_DOCS})")
         else:
             rest = row.get("rename", {}), row.get("optimizer", True)
             found.append(Take(number, _source(row["from"]), row["tensors"], *rest))
     return source, found
+
+
+def _check_keys(where: str, row: object, known: str, say: Callable[[str], object]) -> None:
+    for key in sorted(row.keys() - set(known.split())) if isinstance(row, dict) else ():
+        say(f"{where}: {key!r} is not known here ({_DOCS})")
 
 
 def _parsed(path: Path) -> dict[str, Any]:
