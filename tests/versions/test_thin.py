@@ -145,6 +145,8 @@ def test_what_is_restored_is_that_and_says_so(store, caplog, capsys):
     assert "of step 3" in capsys.readouterr().out
     rows = run_json(capsys, "ls", store)["checkpoints"]
     assert [row["exact"] for row in rows] == [True, False, False, False]
+    assert run("ls", store) == 0
+    assert capsys.readouterr().out.count("state (inexact)") == 3
 
 
 def test_a_tagged_one_the_first_and_one_after_a_restore_have_all(store):

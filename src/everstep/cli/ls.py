@@ -113,8 +113,8 @@ def _lines(listing: Listing, is_whole: bool) -> Iterator[str]:
     rows = list(_rows(listing, listing.checkpoints if is_whole else listing.tags.keys()))
     shown = [row for row in rows if not isinstance(row, str)]
     entries = listing.entries(shown)
-    has_logs = any(entry["kind"] == "log" for entry in entries)
-    cells = [_cells(listing, entry, has_logs) for entry in entries]
+    has_kinds = any(entry["kind"] == "log" or not entry.get("exact", True) for entry in entries)
+    cells = [_cells(listing, entry, has_kinds) for entry in entries]
     titles, *aligned = text.table(_TITLES, cells, right=("SIZE", "ADDED"))
     yield from ("", text.line(f"  {titles}", "dim"))
     table = zip(aligned, entries, strict=True)
@@ -167,7 +167,7 @@ def _caption(epoch: Epoch) -> str:
     return " · ".join(filter(None, parts))
 
 
-def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
+def _cells(listing: Listing, entry: Facts, has_kinds: bool) -> list[str]:
     digits, is_current = len(str(listing.checkpoints[-1].step)), entry["current"]
     step = f"{entry['step']:>{digits}}" + ("" if is_current else f"-{entry['epoch']}")
     is_latest = listing.latest is not None and entry["name"] == str(listing.latest)
@@ -176,7 +176,7 @@ def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
         return [step, "", tags, "", "", "", entry["kind"]]
     return [
         step,
-        _kind(entry) if has_logs else "",
+        _kind(entry) if has_kinds else "",
         tags,
         text.size(entry["size"]),
         text.size(entry["added"]) if entry["added"] != entry["size"] else "",
@@ -188,11 +188,11 @@ def _cells(listing: Listing, entry: Facts, has_logs: bool) -> list[str]:
 def _kind(entry: Facts) -> str:
     """As "state", or "log of 120": the state after which its records are replayed; "log, whole"
     where nothing is any more."""
+    inexact = "" if entry["exact"] else " (inexact)"
     if entry["kind"] == "state":
-        return "state"
+        return f"state{inexact}"
     if entry["base"] is None:
         return "log of ?"
-    inexact = "" if entry["exact"] else " (inexact)"
     if not entry["records"]:
         return f"log, whole{inexact}"
     return f"log of {entry['base']['step']}{' (whole: inexact)' if entry['whole'] else inexact}"
