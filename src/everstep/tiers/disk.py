@@ -103,11 +103,7 @@ class Disk:
     def settle(self, path: str) -> None:
         """Make a file durable that another process may have written, and not synced."""
         with self._telling("syncing", path):
-            fd = self._system.open(str(self.root / path), os.O_RDONLY)
-            try:
-                self._system.fsync(fd)
-            finally:
-                self._system.close(fd)
+            self._sync(str(self.root / path), os.O_RDONLY)
             self._sync_directory(os.path.dirname(path))
 
     def sync_entries(self, paths: Sequence[str]) -> None:
@@ -344,8 +340,8 @@ class Disk:
     def _sync_directory(self, directory: str) -> None:
         self._sync(str(self.root / directory))
 
-    def _sync(self, name: str) -> None:
-        fd = self._system.open(name, os.O_RDONLY | os.O_DIRECTORY)
+    def _sync(self, name: str, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> None:
+        fd = self._system.open(name, flags)
         try:
             self._system.fsync(fd)
         finally:

@@ -22,12 +22,18 @@ class Memory(Objects):
         self.root = Url(f"memory://{name}")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._files: dict[str, bytearray | bytes] = {}
+        self._files: dict[str, bytearray] = {}
         self._lock = threading.RLock()
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish the `size` bytes that `pieces` bring."""
-        self._reserve(path, size)
+        with self._lock:
+            if self.used_bytes + size > self.budget_bytes:
+                raise Unavailable(
+                    f"writing {self.root / path} ({size} bytes): {self.used_bytes} of "
+                    f"{self.budget_bytes} bytes are in use"
+                )
+            self.used_bytes += size
         try:
             data, at = bytearray(size), 0
             for piece in pieces:
@@ -37,7 +43,9 @@ class Memory(Objects):
             with self._lock:
                 self.used_bytes -= size
             raise
-        self._put(path, data)
+        with self._lock:
+            self.delete(path)
+            self._files[path] = data
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path`; False where `path` exists already."""
@@ -49,9 +57,7 @@ class Memory(Objects):
 
     def replace(self, path: str, data: bytes) -> None:
         """Publish `data` under `path`."""
-        with self._lock:
-            self._reserve(path, len(data))
-            self._put(path, bytes(data))
+        self.stream(path, [memoryview(data)], len(data))
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -96,18 +102,3 @@ class Memory(Objects):
         del exclusive
         with self._lock:
             yield
-
-    def _reserve(self, path: str, size: int) -> None:
-        with self._lock:
-            if self.used_bytes + size > self.budget_bytes:
-                raise Unavailable(
-                    f"writing {self.root / path} ({size} bytes): {self.used_bytes} of "
-                    f"{self.budget_bytes} bytes are in use"
-                )
-            self.used_bytes += size
-
-    def _put(self, path: str, data: bytearray | bytes) -> None:
-        """This is the file from now on; memory was taken for it."""
-        with self._lock:
-            self.delete(path)
-            self._files[path] = data

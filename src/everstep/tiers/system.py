@@ -12,13 +12,16 @@ class System:
     written = 0
     """How many bytes were written so far, about: threads count beside each other."""
 
+    close = staticmethod(os.close)
+    fsync = staticmethod(os.fsync)
+    link = staticmethod(os.link)  # not over what is there
+    rename = staticmethod(os.rename)  # over what is there, at once
+    unlink = staticmethod(os.unlink)
+    rmdir = staticmethod(os.rmdir)
+
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         """open(2)."""
         return os.open(path, flags | os.O_CLOEXEC, mode)
-
-    def close(self, fd: int) -> None:
-        """close(2)."""
-        os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview | bytes, offset: int) -> int:
         """pwrite(2); releases the GIL."""
@@ -31,26 +34,6 @@ class System:
         if _libc.fallocate(fd, 0, ctypes.c_long(0), ctypes.c_long(size)):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
-    def fsync(self, fd: int) -> None:
-        """fsync(2), of a file or a directory."""
-        os.fsync(fd)
-
-    def link(self, old: str, new: str) -> None:
-        """link(2): fails with EEXIST where `new` is there."""
-        os.link(old, new)
-
-    def rename(self, old: str, new: str) -> None:
-        """rename(2): replaces `new` at once where it is there."""
-        os.rename(old, new)
-
-    def unlink(self, path: str) -> None:
-        """unlink(2)."""
-        os.unlink(path)
-
     def mkdir(self, path: str) -> None:
         """mkdir(2), for the owner only."""
         os.mkdir(path, 0o700)
-
-    def rmdir(self, path: str) -> None:
-        """rmdir(2)."""
-        os.rmdir(path)
