@@ -23,7 +23,6 @@ from everstep.errors import Missing, Unavailable, Unsupported
 from everstep.tiers.files import EXTENT_BYTES, Await, check_document, cut_short, extents_of
 from everstep.tiers.objects import Objects, Url
 
-_MULTIPART_BYTES = 16 << 20
 _PART_BYTES = 8 << 20
 _PARTS_IN_FLIGHT = 8
 _PARTS_MAX = 9_000  # S3 takes 10,000
@@ -74,18 +73,16 @@ class Bucket(Objects):
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish what `pieces` bring; readers see what was there before, or all of it."""
-        with self._telling("writing", path, size):
-            if size < _MULTIPART_BYTES:
-                self._api.put(self._store, path, b"".join(pieces))
-                self.written += size
-                return
-            part_bytes = max(_PART_BYTES, -(-size // _PARTS_MAX))
-            with self._api.open_writer(
+        part_bytes = max(_PART_BYTES, -(-size // _PARTS_MAX))
+        with (
+            self._telling("writing", path, size),
+            self._api.open_writer(
                 self._store, path, buffer_size=part_bytes, max_concurrency=_PARTS_IN_FLIGHT
-            ) as upload:
-                for piece in pieces:
-                    upload.write(piece)
-                    self.written += len(piece)
+            ) as upload,
+        ):
+            for piece in pieces:
+                upload.write(piece)
+                self.written += len(piece)
 
     def share(self, other: object, path: str) -> bool:
         """Let the server copy the other's object of that path. False where it is in another bucket,
@@ -136,8 +133,7 @@ class Bucket(Objects):
         path = f"probes/{secrets.token_hex(8)}"
         try:
             with self._telling("trying to create", path, 0):
-                is_refused = self._refuses_to_create(path)
-                creates = not is_refused and self._create(path, b"first")
+                creates = not self._refuses_to_create(path) and self._create(path, b"first")
                 creates = creates and not self._create(path, b"again")
         except Missing as error:
             raise Unavailable(f"{error}. Make the bucket first") from error
@@ -274,7 +270,7 @@ class Upload:
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view` there. Raises OSError."""
         if self._file is None:
-            self._file = tempfile.SpooledTemporaryFile(_MULTIPART_BYTES)  # noqa: SIM115
+            self._file = tempfile.SpooledTemporaryFile(_PART_BYTES)  # noqa: SIM115
         self._file.seek(offset)
         self._file.write(view)
 

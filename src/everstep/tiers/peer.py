@@ -17,8 +17,8 @@ import json
 import secrets
 import socket
 import struct
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +35,6 @@ MESSAGE_BYTES_MAX = 64 << 10
 _GREETING = b"everstep partner 4\n"
 _SIZE = 32
 _LENGTH = struct.Struct("!I")
-_IDLE_MAX = 16
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.02, 0.5
 
 Message = dict[str, Any]
@@ -168,8 +167,8 @@ class Peer(Objects):
         self._tier = tier
         self._address, self._secret = address, secret
         self._patience_s, self._away_s = patience_s, away_s
-        self._idle: list[Link] = []
-        self._lock = threading.Lock()
+        self._idle: deque[Link] = deque()
+        """As many as threads have asked at a time."""
 
     def holds(self, path: str) -> bool:
         """Whether the file exists, and durably."""
@@ -202,10 +201,8 @@ class Peer(Objects):
 
     def close(self) -> None:
         """Close what is idle; a later call connects anew."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for link in idle:
-            link.close()
+        while self._idle:
+            self._idle.pop().close()
 
     # ---- connections -----------------------------------------------------------------------
 
@@ -243,16 +240,15 @@ class Peer(Objects):
             if is_new:
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S_MAX)
-        self._give(link)
+        self._idle.append(link)
         if kind := answer.get("kind"):
             raise KINDS.get(kind, Unavailable)(str(answer.get("message")))
         return answer.get("value", found)
 
     def _take(self) -> tuple[Link, bool]:
         """A connection for one thread, and whether it is a new one."""
-        with self._lock:
-            if self._idle:
-                return self._idle.pop(), False
+        with contextlib.suppress(IndexError):
+            return self._idle.pop(), False
         connection = socket.create_connection(self._address, min(GREETING_S, self._patience_s))
         link = Link(connection, self._patience_s)
         try:
@@ -262,15 +258,7 @@ class Peer(Objects):
             raise
         return link, True
 
-    def _give(self, link: Link) -> None:
-        with self._lock:
-            if len(self._idle) < _IDLE_MAX:
-                self._idle.append(link)
-                return
-        link.close()
-
     def _lost(self, what: str, error: Exception) -> Unavailable:
-        reason = (
-            f"no answer for {self._patience_s:.0f} s" if isinstance(error, TimeoutError) else error
-        )
+        is_late = isinstance(error, TimeoutError)
+        reason = f"no answer for {self._patience_s:.0f} s" if is_late else error
         return Unavailable(f"{what}: the partner at {self._address} is not there: {reason}")
