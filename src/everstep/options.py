@@ -5,7 +5,7 @@ An option stands beside what it configures: that of a log in `Log`, that of many
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -198,13 +198,7 @@ class Tiers:
         """As it goes to the keeper."""
         named = {"remote": self.remote, "spill": self.spill}
         places = {key: None if at is None else name_of(at) for key, at in named.items()}
-        return places | {
-            "spill_bytes": self.spill_bytes,
-            "remote_every": self.remote_every,
-            "peers": self.peers,
-            "route": self.route,
-            "codecs": self.codecs,
-        }
+        return asdict(self) | places
 
 
 @dataclass(frozen=True, slots=True)

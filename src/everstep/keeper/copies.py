@@ -280,11 +280,6 @@ class RemoteCopies(Copies):
         with self._changed:
             return frozenset(self._waiting)
 
-    @property
-    def answers(self) -> bool:
-        """Whether the tier has taken what came last."""
-        return self.traffic.problem is None and not self._is_closed.is_set()
-
     def note(self, name: CheckpointName, *, is_there: bool = False) -> None:
         """See Copies. `is_there`: it was committed in that tier."""
         if is_there:

@@ -92,7 +92,8 @@ class Router:
         writer = self._writer if is_local else self._beside
         is_known = is_local or writer.speed.bytes_per_s
         speed = writer.speed if is_known else self._copies.speed
-        answers = is_local or (now >= self._away_until and self._copies.answers)
+        is_taken = self._copies.traffic.problem is None  # what came last
+        answers = is_local or (now >= self._away_until and is_taken)
         return Durable(
             _free_bytes(writer.disk), speed.bytes_per_s, now - speed.noted, answers=answers
         )

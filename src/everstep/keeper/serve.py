@@ -85,7 +85,7 @@ class Service(socketserver.ThreadingTCPServer):
         """Hear who a stranger is; then one request after another, until the connection ends, or
         something comes that no partner says. In a thread of its own."""
         try:
-            link = Link(request)
+            link = Link(request, IDLE_S)
             if not self._strangers.acquire(blocking=False):
                 raise ValueError("there are too many")
             try:
@@ -97,7 +97,6 @@ class Service(socketserver.ThreadingTCPServer):
             return
         try:
             while True:
-                link.wait(IDLE_S)
                 self._holding.answer(link)
         except (OSError, EOFError):
             return

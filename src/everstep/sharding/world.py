@@ -224,7 +224,7 @@ def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
     mine = [secrets.token_hex(8), here, name_of(store.root), dict(alike)]
     said = world.gather("attaching", mine)
     for rank, (_, where, name, _) in enumerate(said):
-        first = next(each for each in said if each[1] == where or not store.has_locks)
+        first = next(each for each in said if each[1] == where or not store.is_directory)
         if name != first[2]:
             raise ValueError(
                 f"rank {rank} saves to {name}, rank {said.index(first)} to {first[2]}: all ranks "
@@ -241,7 +241,7 @@ def form_team(world: World, store: Tier, alike: Mapping[str, Any]) -> Place:
 
 def _see_one_store(world: World, store: Tier, token: str) -> bool:
     """Whether all ranks find in their stores what rank 0 puts into its own."""
-    if not store.has_locks:
+    if not store.is_directory:
         return True
     path = f"{PROBES}/{token}"
     own = [path] if world.rank == 0 else []

@@ -163,11 +163,10 @@ def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
     number: int | None = newest
     while number is not None and number in epochs:
         path, is_whole = names.epoch_path(number), epochs[number].created
-        if is_whole and not _create(target, path, source.read(path)):
-            raise Conflict(
-                f"copying to {target.root}: its {path} is another writer's than that of "
-                f"{source.root}: both have gone on from one run. Copy to another place"
-            )
+        if is_whole:
+            said = f"its {path} is another writer's than that of {source.root}: both have gone on "
+            said += "from one run. Copy to another place"
+            _create(target, path, source.read(path), said)
         number = epochs[number].parent
 
 
@@ -268,7 +267,7 @@ class Copier:
         if self._target.size(link.path) != link.size:
             return False
         if link.path not in self._before:
-            if not self._target.shows_whole_files and not check.is_passed_by(self._target):
+            if self._target.is_directory and not check.is_passed_by(self._target):
                 return False
             self._target.settle(link.path)
         self._advance(link.size)
@@ -324,18 +323,16 @@ class Copier:
             self._create(path, step.state_document)
 
     def _create(self, path: str, document: bytes) -> None:
-        if not _create(self._target, path, document):
-            raise Conflict(
-                f"copying to {self._target.root}: somebody else has just created another {path}"
-            )
+        _create(self._target, path, document, f"somebody else has just created another {path}")
 
 
-def _create(tier: Target, path: str, document: bytes) -> bool:
-    """Publish a document; False where another one is there."""
+def _create(tier: Target, path: str, document: bytes, problem: str) -> None:
+    """Publish a document. Raises Conflict with that problem where another one is there."""
     there = _find(tier, path)
-    if there is None:
-        return tier.create(path, document) or _find(tier, path) == document
-    return there == document
+    if there is None and tier.create(path, document):
+        return
+    if (there or _find(tier, path)) != document:
+        raise Conflict(f"copying to {tier.root}: {problem}")
 
 
 def _find(tier: Readable, path: str) -> bytes | None:

@@ -43,7 +43,7 @@ class Presence:
         if self._over and not is_wanted:
             self._over.set()
             self._over = None
-        elif is_wanted and not self._over and not self._tier.has_locks:
+        elif is_wanted and not self._over and not self._tier.is_directory:
             self._over = threading.Event()
             self._thread = threading.Thread(
                 target=_renew, args=(self._tier, self._over), name="everstep-shows", daemon=True
@@ -87,7 +87,7 @@ def is_empty(tier: Tier) -> bool:
 
 def living(tier: Tier) -> list[str]:
     """The paths of what writers that live have put there; nothing where they have locks."""
-    if tier.has_locks:
+    if tier.is_directory:
         return []
     paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]
     ages = [(path, tier.age_s(path)) for path in paths]

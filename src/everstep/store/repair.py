@@ -7,7 +7,7 @@ of the damaged one at once: who reads meanwhile, reads the one or the other.
 from collections.abc import Callable
 
 from everstep.errors import Corrupt, Missing
-from everstep.format.manifest import CheckpointName, Manifest, Part
+from everstep.format.manifest import CheckpointName, Part
 from everstep.store import catalog, names, read
 from everstep.store.copy import Copier, check_run
 from everstep.tiers.tier import Tier
@@ -39,8 +39,10 @@ class Mender:
         for stream in manifest.streams.values():
             self._mend_document(stream.part.path, catalog.read_stream, stream)
             self._mend_part(catalog.read_stream(self._tier, stream))
-        if not state or not state.ends_chain:
-            self._bring_previous(manifest)
+        behind = None if state and state.ends_chain else manifest.behind
+        if behind and not catalog.is_there(self._tier, behind.name):
+            found = Copier(self._source, self._tier).copy(behind.name).checkpoints
+            self.mended += map(names.manifest_path, found)
 
     def mend_claims_and_tags(self) -> None:
         """Mend what names checkpoints."""
@@ -58,14 +60,6 @@ class Mender:
                 with read.opened(self._source, link) as reader:
                     self._tier.stream(link.path, check.checked(reader), link.size)
                 self.mended.append(link.path)
-
-    def _bring_previous(self, manifest: Manifest) -> None:
-        if manifest.behind is None:
-            return
-        behind = manifest.behind.name
-        if not catalog.is_there(self._tier, behind):
-            found = Copier(self._source, self._tier).copy(behind).checkpoints
-            self.mended += map(names.manifest_path, found)
 
     def _mend_document(self, path: str, read: Callable[..., object], what: object) -> None:
         """`read(tier, what)` raises what is wrong with it."""

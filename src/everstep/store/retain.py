@@ -203,11 +203,11 @@ def sweep(disk: Tier) -> tuple[int, int]:
             for pack in disk.list(names.DATA)
             if (names.epoch_of_pack(pack) or live) < live
         }
-        if not disk.has_locks:  # somebody may just be copying them here
+        if not disk.is_directory:  # somebody may just be copying them here
             doomed = _idle(disk, doomed)
         doomed |= _idle(disk, _paths(disk, names.TABLES))
         doomed -= needed
-        if not disk.has_locks:  # somebody may have begun to write since
+        if not disk.is_directory:  # somebody may have begun to write since
             doomed -= _reachable(disk, catalog.committed(disk), {})
         doomed.update(_dead_parts(disk, set(committed), live))
         doomed |= _idle(disk, _paths(disk, names.WRITERS) + _paths(disk, names.PROBES))

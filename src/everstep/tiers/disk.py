@@ -38,10 +38,8 @@ class Disk:
 
     level = "local"
     """Of what is committed there."""
-    shows_whole_files = False
-    """Whether a file that is there is whole, whoever wrote it."""
-    has_locks = True
-    """Whether `locked` keeps others away."""
+    is_directory = True
+    """Whether `locked` keeps others away, and a file that is there need not be whole."""
 
     def __init__(self, root: str | os.PathLike[str], system: System | None = None) -> None:
         self.root = Path(root)

@@ -21,8 +21,7 @@ class Objects(ABC):
     """A bucket, this process's memory, or a partner. See Disk for what methods promise."""
 
     root: Url
-    shows_whole_files = True
-    has_locks = False
+    is_directory = False
 
     @abstractmethod
     def size(self, path: str) -> int | None:

@@ -19,8 +19,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from everstep.errors import KINDS, Unavailable
@@ -53,32 +52,33 @@ class Link:
             socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * patience_s))
         )
         self._patience_s = patience_s
-        self._until: float | None = None
+        self._until: float | None = time.monotonic() + GREETING_S
+        """When all that greets must have come."""
 
     def challenge(self, secret: bytes) -> None:
         """As the partner: see that the other end has the secret, and prove to have it. Raises
         OSError, EOFError, ValueError."""
-        with self._greeting():
-            ours = secrets.token_bytes(_SIZE)
-            self._connection.sendall(_GREETING + ours)
-            theirs, proof = self._exactly(_SIZE), self._exactly(_SIZE)
-            if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
-                raise ValueError("it does not have the secret of this run")
-            self._connection.sendall(_proof(secret, b"partner", ours, theirs))
+        ours = secrets.token_bytes(_SIZE)
+        self._connection.sendall(_GREETING + ours)
+        theirs, proof = self._exactly(_SIZE), self._exactly(_SIZE)
+        if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
+            raise ValueError("it does not have the secret of this run")
+        self._connection.sendall(_proof(secret, b"partner", ours, theirs))
+        self._end_greeting()
 
     def introduce(self, secret: bytes) -> None:
         """As the client. Raises OSError, EOFError, ValueError."""
-        with self._greeting():
-            if self._exactly(len(_GREETING)) != _GREETING:
-                raise ValueError("it is no partner of this version of everstep")
-            theirs, ours = self._exactly(_SIZE), secrets.token_bytes(_SIZE)
-            self._connection.sendall(ours + _proof(secret, b"client", theirs, ours))
-            try:
-                proof = self._exactly(_SIZE)
-            except (EOFError, ConnectionError):
-                raise ValueError("it has another secret: it is of another run") from None
-            if not hmac.compare_digest(proof, _proof(secret, b"partner", theirs, ours)):
-                raise ValueError("it does not have the secret of this run")
+        if self._exactly(len(_GREETING)) != _GREETING:
+            raise ValueError("it is no partner of this version of everstep")
+        theirs, ours = self._exactly(_SIZE), secrets.token_bytes(_SIZE)
+        self._connection.sendall(ours + _proof(secret, b"client", theirs, ours))
+        try:
+            proof = self._exactly(_SIZE)
+        except (EOFError, ConnectionError):
+            raise ValueError("it has another secret: it is of another run") from None
+        if not hmac.compare_digest(proof, _proof(secret, b"partner", theirs, ours)):
+            raise ValueError("it does not have the secret of this run")
+        self._end_greeting()
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
         """Send a message, and bytes behind it. Raises OSError."""
@@ -106,23 +106,13 @@ class Link:
         self._fill(view)
         return dict(message), view
 
-    def wait(self, seconds: float) -> None:
-        """Until the next message begins. Raises TimeoutError."""
-        self._connection.settimeout(seconds)
-        self._connection.recv(1, socket.MSG_PEEK)
-        self._connection.settimeout(self._patience_s)
-
     def close(self) -> None:
         """Close it; whoever waits at either end is woken."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    @contextmanager
-    def _greeting(self) -> Iterator[None]:
-        """All that is received within takes so long at most."""
-        self._until = time.monotonic() + GREETING_S
-        yield
+    def _end_greeting(self) -> None:
         self._until = None
         self._connection.settimeout(self._patience_s)
 
