@@ -42,8 +42,7 @@ from everstep.store.commit import set_tag
 from everstep.store.names import tag_path
 from everstep.store.retain import Keep
 from everstep.tiers.peer import Peer
-from everstep.tiers.tier import name_of, tier_at
-from everstep.tiers.union import Union
+from everstep.tiers.tier import Union, name_of, tier_at
 
 log = logging.getLogger("everstep")
 

@@ -6,6 +6,7 @@ keeps no log, without a tag. It is a checkpoint of that tier alone then, which r
 the store. Where that tier does not take it, the store does. For the team's thread.
 """
 
+import contextlib
 import logging
 import shutil
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper.copies import RemoteCopies
+from everstep.keeper.measured import Speed
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
@@ -79,28 +81,21 @@ class Router:
         leads_on = capture.get("strategy") == "log" or "thin" in capture
         if not is_whole or leads_on or not self._writer.epoch:
             return "local"
-        tiers: dict[Name, Durable] = {"local": self._look("local"), "remote": self._look("remote")}
-        local, size = tiers["local"], save.size
+        local, size = _measured(self._writer.disk, self._writer.speed), save.size
+        tiers: dict[Name, Durable] = {"local": local}
+        if time.monotonic() >= self._away_until and self._copies.traffic.problem is None:
+            own = self._beside.speed
+            speed = own if own.bytes_per_s else self._copies.speed
+            tiers["remote"] = _measured(self._beside.disk, speed)
         chosen = choose(size, tiers, self._favourite, self._route) or "local"
         self._favourite = chosen
-        if self._route == "auto" and local.is_unknown and local.takes(size):
+        if self._route == "auto" and local.is_unknown and size <= local.free_bytes:
             return "local"  # to measure it; the other one is, by what is copied
         return chosen
 
-    def _look(self, name: Name) -> Durable:
-        is_local, now = name == "local", time.monotonic()
-        writer = self._writer if is_local else self._beside
-        is_known = is_local or writer.speed.bytes_per_s
-        speed = writer.speed if is_known else self._copies.speed
-        is_taken = self._copies.traffic.problem is None  # what came last
-        answers = is_local or (now >= self._away_until and is_taken)
-        return Durable(
-            _free_bytes(writer.disk), speed.bytes_per_s, now - speed.noted, answers=answers
-        )
 
-
-def _free_bytes(tier: Tier) -> int:
-    try:
-        return shutil.disk_usage(tier.root).free if isinstance(tier.root, Path) else _ENDLESS
-    except OSError:
-        return _ENDLESS
+def _measured(tier: Tier, speed: Speed) -> Durable:
+    free = _ENDLESS
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(tier.root).free if isinstance(tier.root, Path) else free
+    return Durable(free, speed.bytes_per_s, time.monotonic() - speed.noted)

@@ -4,10 +4,8 @@ full, so that the trainer need not wait for the disk.
 Each image has an arena of its own there, in a file without a name in a directory that the user gave
 (on DAX, tmpfs or a disk). So a job goes on from there as it does from the arena, and what moves is
 safe as in the arena: the trainer is given the file's descriptor as well, and hands it to the keeper
-that comes after one that has died. A name would survive both of them; but what has one is left
-behind where nobody comes back, can be opened by others, may be half written, and may be of a run
-that has gone on elsewhere since, for all of which there would have to be rules. As it is, nothing
-is left behind; where trainer and keeper die both, what is durable counts, as ever.
+that comes after one that has died. Nothing is left behind, for which there would have to be rules;
+where trainer and keeper die both, what is durable counts, as ever.
 
 Invariants:
 * The budget is not passed: what the files take is asked of the file system before more goes there,

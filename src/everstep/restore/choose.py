@@ -33,8 +33,7 @@ from everstep.sharding.leaves import bytes_of
 from everstep.store import catalog
 from everstep.store.read import check_size, open_pack, read_chunk
 from everstep.tiers.files import Source
-from everstep.tiers.tier import Readable, Tier
-from everstep.tiers.union import Union
+from everstep.tiers.tier import Readable, Tier, Union
 
 _TABLES_MAX = 256
 """That one candidate remembers."""

@@ -26,8 +26,7 @@ from everstep.sharding.world import World
 from everstep.state.view import State
 from everstep.store import catalog
 from everstep.store.commit import note_unproven, open_store
-from everstep.tiers.tier import Tier, tier_at
-from everstep.tiers.union import Union
+from everstep.tiers.tier import Tier, Union, tier_at
 
 if TYPE_CHECKING:
     from everstep.capture.captures import Captures

@@ -35,11 +35,6 @@ class Durable:
     free_bytes: int
     bytes_per_s: float | None = None
     age_s: float = 0.0
-    answers: bool = True
-
-    def takes(self, size_bytes: int) -> bool:
-        """Whether a step of that size can be written there."""
-        return self.answers and size_bytes <= self.free_bytes
 
     @property
     def is_unknown(self) -> bool:
@@ -55,9 +50,9 @@ class Durable:
 def choose(
     size_bytes: int, tiers: Mapping[Name, Durable], favourite: Name, route: Route = "auto"
 ) -> Name | None:
-    """The tier that gets a step of that size; None where none can take it. `favourite`: the one
-    that got the step before."""
-    possible = [name for name in NAMES if name in tiers and tiers[name].takes(size_bytes)]
+    """The tier that gets a step of that size; None where none can take it. `tiers`: those that
+    answer. `favourite`: the one that got the step before."""
+    possible = [each for each in NAMES if each in tiers and size_bytes <= tiers[each].free_bytes]
     wanted = favourite if route == "auto" else route
     first = wanted if wanted in possible else next(iter(possible), None)
     if first is None or route != "auto":

@@ -35,8 +35,7 @@ from everstep.keeper.router import Router
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
-from everstep.tiers.tier import Tier
-from everstep.tiers.union import Union
+from everstep.tiers.tier import Tier, Union
 
 if TYPE_CHECKING:
     from everstep.keeper.session import Session
