@@ -24,6 +24,7 @@ import everstep
 from comparing import check_equal, kinds
 from everstep.format.document import seal
 from everstep.integrations.dcp import StorageReader, StorageWriter, split_id
+from everstep.store import commit
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -510,6 +511,29 @@ def test_a_tensor_is_all_there_or_nothing_is(store):
         save(store, values, planner=Cut([(0, 1), (1, 2)]))
     assert everstep.Store(store).steps() == [1]
     assert len(list((store / "data").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(("step", "found"), [(3, [1, 2, 3]), (None, [1, 2, 3]), (2, [1, 2])])
+def test_a_save_that_ends_while_another_begins_is_not_left_behind(store, monkeypatch, step, found):
+    """The other one has looked for the newest checkpoint, and not yet claimed its epoch."""
+    save(store, {"w": torch.zeros(2)}, 1)
+    claim = commit.claim_epoch
+
+    def late(*given, **more):
+        monkeypatch.setattr(commit, "claim_epoch", claim)
+        save(store, {"w": torch.ones(2)}, 2)
+        return claim(*given, **more)
+
+    monkeypatch.setattr(commit, "claim_epoch", late)
+    with (
+        contextlib.nullcontext()
+        if 3 in found
+        else refused(everstep.Conflict, "not above its newest")
+    ):
+        save(store, {"w": torch.full((2,), 2.0)}, step)
+    assert everstep.Store(store).steps() == found
+    for each in found:
+        assert load(store, {"w": torch.zeros(2)}, each)["w"].tolist() == [each - 1.0] * 2
 
 
 def test_ranks_that_are_one_process(store):

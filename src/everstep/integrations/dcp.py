@@ -249,17 +249,28 @@ class StorageWriter(_Storage, WriterOfDCP):
         what = f"saving to {disk.root} with torch.distributed.checkpoint"
         check_no_writer(self.store, what, living(disk))
         commit.open_store(disk)
+        before = catalog.committed(disk)
         self._parent, step = self._next(disk)
-        if self._parent and step <= self._parent.step:
-            raise Conflict(
-                f"{what}: step {step} is not above its newest one, {self._parent.step}. Save a "
-                f"later step, or to another store; to go back for good, delete what is later first "
-                f"(everstep rm {disk.root} {self._parent})"
-            )
+        self._check_newest(disk, step)
         epoch = commit.claim_epoch(disk, self._parent, self._id)
+        if ended := set(catalog.committed(disk)).difference(before):
+            # Another save has ended meanwhile, and would be left behind. From here on none can.
+            self._parent, self._id = max(ended), secrets.token_hex(16)
+            step = self._parent.step + 1 if self._step is None else step
+            epoch = commit.claim_epoch(disk, self._parent, self._id)
+            self._check_newest(disk, step)
         commit.check_epoch(disk, epoch, step)
         self._name = CheckpointName(step, epoch)
         return self._name
+
+    def _check_newest(self, disk: Tier, step: int) -> None:
+        if self._parent and step <= self._parent.step:
+            raise Conflict(
+                f"saving to {disk.root} with torch.distributed.checkpoint: step {step} is not "
+                f"above its newest one, {self._parent.step}. Save a later step, or to another "
+                f"store; to go back for good, delete what is later first "
+                f"(everstep rm {disk.root} {self._parent})"
+            )
 
     def _next(self, disk: Tier) -> tuple[CheckpointName | None, int]:
         """The newest checkpoint, and the step to be saved. Raises ValueError."""
@@ -288,7 +299,8 @@ class StorageWriter(_Storage, WriterOfDCP):
         if others := {each.name for each in written} - {name}:
             raise Conflict(
                 f"saving {name} to {disk.root}: some ranks took it for {sorted(others)[0]}, as "
-                f"they see the store as it was before. Save without enable_plan_caching"
+                f"another save has begun, or as they see the store as it was before. Await a save "
+                f"before the next one begins, and save without enable_plan_caching"
             )
         ranks = [(rank, each) for rank, each in enumerate(written) if each.part]
         parts = [dataclasses.replace(each.part, rank=rank) for rank, each in ranks if each.part]
