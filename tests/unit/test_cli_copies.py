@@ -116,6 +116,9 @@ def test_places_that_cannot_be_meant_are_refused(branched, logged, tmp_path, cap
     with pytest.raises(SystemExit):
         run("cp", branched, branched.parent / "gpt")
     assert "is the store itself" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run("cp", branched, "40")
+    assert "copy to where? 40 is a step" in capsys.readouterr().err
     assert run("cp", tmp_path / "nothing", tmp_path / "there") == 1
     assert "Missing: there is no" in capsys.readouterr().err
     cli_store.begin(tmp_path / "empty")

@@ -251,6 +251,12 @@ def test_a_fork_and_a_merge_of_it(store, tmp_path):
     plan |= {name: 1 for name in plan if "blocks.1." in name}
     check_stored(tmp_path / "merged", job, 4, plan)
     assert Store(tmp_path / "merged").verify().ok
+    assert not Store(tmp_path / "merged").manifest().exact
+    with (
+        Checkpointer(tmp_path / "merged", job.state) as restorer,
+        pytest.raises(Unsupported, match="merged of what is not exact"),
+    ):
+        restorer.restore(exact="require")
 
 
 def trains(store, first):

@@ -35,6 +35,8 @@ def run(args: argparse.Namespace) -> Answer:
     source, steps = split_words(words, len(args.words))
     if name_of(source.root) == name_of(place):
         raise argparse.ArgumentError(None, f"{place} is the store itself: name another place")
+    if place.isdecimal():
+        raise argparse.ArgumentError(None, f"copy to where? {place} is a step (else say ./{place})")
     target = tier_at(place)
     if target.size(names.STORE) is None and not is_empty(target):
         raise Conflict(

@@ -57,6 +57,7 @@ class Draft:
     """Of what is borrowed: in files that are there without a copy, once it is written."""
     like: Manifest | None = None
     """Whose topology it has."""
+    exact: bool = True
     left_out: dict[str, str] = field(default_factory=dict)
     """By path what was not taken, and why."""
     _owners: dict[Found, str] = field(default_factory=dict)

@@ -64,6 +64,7 @@ def write(
                 topology=draft.like.topology if draft.like else topology(max(1, len(draft.ranks))),
                 capture=told,
                 ranks=tuple(draft.ranks),
+                exact=draft.exact,
             )
             commit.publish(disk, manifest, tables=tables)
         except BaseException:

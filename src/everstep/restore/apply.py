@@ -97,6 +97,8 @@ class Restore:
                 f"{sum(shares.values()):.0%} of its bytes are of earlier steps ({of}), as it was "
                 f"thinned (exact: false); a step with a tag is not"
             )
+        elif not base.exact and base.capture.get("strategy") == "merge":
+            problems.append("it is merged of what is not exact itself (exact: false)")
         elif not base.exact:
             what = "It" if not chain.logs else f"Step {base.step}, from which it goes on,"
             problems.append(

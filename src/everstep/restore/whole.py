@@ -55,7 +55,10 @@ class Whole:
         if chain.replayed:
             chain.check_unruled(f"reading {name} of {disk.root}")
             self._replayed = Rebuilt(here, chain, loader).tensors
-        if differing := chain.why_inexact:
+        differing = chain.why_inexact
+        self.is_exact = not differing
+        """Whether it is just what the run had."""
+        if differing:
             log.warning(
                 "reading %s of %s: it may not be just what the run had: %s",
                 name,

@@ -192,6 +192,7 @@ class _Plan:
         )
         draft.optimizers, draft.hyperparameters = self.optimizers, self.hyperparameters
         draft.objects, draft.ranks = self.objects, self.base.manifest.ranks
+        draft.exact = all(whole.is_exact for _, whole, _ in self.tensors.values())
         shared: dict[Whole, dict[str, TensorEntry]] = {}
         for new, (entry, whole, name) in self.tensors.items():
             own = shared.setdefault(whole, {})
