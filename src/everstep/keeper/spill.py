@@ -123,13 +123,11 @@ class Spill:
 
     def _copy(self, image: memoryview, arena: Arena, offset: int) -> bool:
         """By system calls, which release the GIL. False where it is closed meanwhile."""
-        for at in range(0, len(image), _PIECE_BYTES):
-            piece = image[at : at + _PIECE_BYTES]
-            while piece:
-                if self._is_closed.is_set():
-                    return False
-                count = os.pwrite(arena.fd, piece, offset + at)
-                piece, at = piece[count:], at + count
+        while image:
+            if self._is_closed.is_set():
+                return False
+            count = os.pwrite(arena.fd, image[:_PIECE_BYTES], offset)
+            image, offset = image[count:], offset + count
         return True
 
     def _clear(self) -> None:

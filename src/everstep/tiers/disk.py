@@ -15,7 +15,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable, Unsupported
@@ -60,7 +60,7 @@ class Disk:
         where another was there; Unavailable is raised, or what was raised within. `size`: for
         messages."""
         name = str(self.root / path)
-        with self._telling("writing", path, size):
+        with telling("writing", self.root / path, size):
             self._make_directories([os.path.dirname(path)])
             file = NewFile(self._system, name, self._writers)
             try:
@@ -74,7 +74,7 @@ class Disk:
         """Publish the `size` bytes that `pieces` bring, one behind the other, under `path` durably:
         readers see what was there before, or all of it. Nobody changes a piece afterwards. On an
         error nothing has changed; Unavailable is raised, or what `pieces` raised."""
-        with self._telling("writing", path, size), self._draft(path, pieces, size) as draft:
+        with telling("writing", self.root / path, size), self._draft(path, pieces, size) as draft:
             self._system.rename(draft, str(self.root / path))
             self._known_files.pop(path, None)
             self._sync_directory(os.path.dirname(path))
@@ -85,7 +85,7 @@ class Disk:
         is there. Durable after `sync_entries`. Raises Unavailable."""
         if not isinstance(other, Disk):
             return False
-        with self._telling("linking", path):
+        with telling("linking", self.root / path):
             self._make_directories([os.path.dirname(path)])
             theirs, own = str(other.root / path), str(self.root / path)
             try:
@@ -100,19 +100,19 @@ class Disk:
 
     def settle(self, path: str) -> None:
         """Make a file durable that another process may have written, and not synced."""
-        with self._telling("syncing", path):
+        with telling("syncing", self.root / path):
             self._sync(str(self.root / path), os.O_RDONLY)
             self._sync_directory(os.path.dirname(path))
 
     def sync_entries(self, paths: Sequence[str]) -> None:
         """Make it durable that these files are there: one sync for each directory."""
         for directory, path in {os.path.dirname(path): path for path in paths}.items():
-            with self._telling("writing", path, self.size(path) or 0):
+            with telling("writing", self.root / path, self.size(path) or 0):
                 self._sync_directory(directory)
 
     def create(self, path: str, data: bytes) -> bool:
         """Publish `data` under `path` at once and durably; False where `path` exists already."""
-        with self._telling("creating", path, len(data)):
+        with telling("creating", self.root / path, len(data)):
             name = str(self.root / path)
             with self._draft(path, [memoryview(data)], len(data)) as draft:
                 created = self._link(draft, name)
@@ -132,7 +132,7 @@ class Disk:
 
     def make_directories(self, directories: Sequence[str]) -> None:
         """Make directories durably, with one sync for all that lie in the same one."""
-        with self._telling("making", directories[0] if directories else ""):
+        with telling("making", self.root / (directories[0] if directories else "")):
             self._make_directories(directories)
 
     def holds(self, path: str) -> bool:
@@ -143,7 +143,7 @@ class Disk:
         if (found := self._stat(path)) is None:
             return False
         if self._known_files.get(path) != found.st_ino:
-            with self._telling("looking for", path):
+            with telling("looking for", self.root / path):
                 self._sync_directory(os.path.dirname(path))
             self._known_files[path] = found.st_ino
         return True
@@ -159,7 +159,7 @@ class Disk:
         return time.time() - found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
 
     def _stat(self, path: str) -> os.stat_result | None:
-        with self._telling("looking for", path):
+        with telling("looking for", self.root / path):
             return _stat(f"{self.root}/{path}")
 
     def read(self, path: str) -> bytes:
@@ -169,7 +169,7 @@ class Disk:
 
     def open(self, path: str, direct: bool = False) -> DiskReader:
         """Open for reading; `direct` bypasses the page cache where file and alignment allow it."""
-        with self._telling("reading", path):
+        with telling("reading", self.root / path):
             try:
                 return DiskReader(str(self.root / path), direct)
             except FileNotFoundError:
@@ -177,7 +177,7 @@ class Disk:
 
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted; empty where there is none."""
-        with self._telling("listing", directory):
+        with telling("listing", self.root / directory):
             try:
                 return sorted(os.listdir(self.root / directory))
             except FileNotFoundError:
@@ -186,12 +186,12 @@ class Disk:
     def holders(self, directory: str, name: str) -> Sequence[str]:
         """What lies in a directory and has a file of this name in it; sorted."""
         place, found = f"{self.root}/{directory}", self.list(directory)
-        with self._telling("looking into", directory):
+        with telling("looking into", self.root / directory):
             return [each for each in found if _stat(f"{place}/{each}/{name}")]
 
     def bytes_in(self, directory: str) -> int:
         """Of the files in a directory, together; 0 where there is none. Raises Unavailable."""
-        with self._telling("listing", directory):
+        with telling("listing", self.root / directory):
             try:
                 with os.scandir(self.root / directory) as entries:
                     return sum(entry.stat().st_size for entry in entries if entry.is_file())
@@ -204,7 +204,7 @@ class Disk:
         No error where it is gone already: but durably too, since whoever removed it may have died
         before its own sync.
         """
-        with self._telling("deleting", path):
+        with telling("deleting", self.root / path):
             self._known_files.pop(path, None)
             parent = os.path.dirname(path)
             with contextlib.suppress(FileNotFoundError):
@@ -229,7 +229,7 @@ class Disk:
 
     def sync(self, directory: str) -> None:
         """Make what is (and is not) in a directory durable; nothing to do where there is none."""
-        with self._telling("syncing", directory), contextlib.suppress(FileNotFoundError):
+        with telling("syncing", self.root / directory), contextlib.suppress(FileNotFoundError):
             self._sync_directory(directory)
 
     @contextmanager
@@ -239,7 +239,7 @@ class Disk:
         Waits at most LOCK_WAIT_S, then raises Unavailable. A file system without locks has none.
         """
         kind = fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH
-        with self._telling("locking", ""):
+        with telling("locking", self.root):
             fd = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             deadline = time.monotonic() + LOCK_WAIT_S
@@ -297,7 +297,10 @@ class Disk:
 
         What exists is synced once by each process too: whoever made it may have died before.
         """
-        unknown = [each for each in directories if not self._knows(each)]
+        known = self._known_directories
+        unknown = [
+            each for each in directories if each not in known or not os.path.isdir(self.root / each)
+        ]
         below = [each for each in unknown if each]
         if len(below) < len(unknown):
             self._make_root()
@@ -308,10 +311,7 @@ class Disk:
             self._make_directory(self.root / directory)
         for parent in parents:
             self._sync_directory(parent)
-        self._known_directories.update(unknown)
-
-    def _knows(self, directory: str) -> bool:
-        return directory in self._known_directories and os.path.isdir(self.root / directory)
+        known.update(unknown)
 
     def _make_root(self) -> None:
         root = self.root.absolute()
@@ -348,11 +348,6 @@ class Disk:
     def _forget(self, name: str) -> None:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
-
-    def _telling(
-        self, verb: str, path: str, size: int | None = None
-    ) -> AbstractContextManager[None]:
-        return telling(verb, self.root / path, size)
 
 
 def _stat(name: str) -> os.stat_result | None:
