@@ -31,6 +31,8 @@ log = logging.getLogger("everstep.keeper")
 
 STRANGERS_MAX = 16
 IDLE_S = 60.0
+"""How long a partner may take until its next request, or the next bytes of one."""
+
 RANGE_BYTES_MAX = 64 << 20
 _PATH_MAX = 1000
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
