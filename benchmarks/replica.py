@@ -202,7 +202,7 @@ def recoveries(folder: str, args: argparse.Namespace) -> dict[str, list[tuple[in
             words = (*words, "--frozen", args.frozen)
             _run("train", store, *words, "--steps", distance + 2)
             restores = []
-            # Who takes over an optimizer's memory, and dies before it saves, does not hand it on.
+            # After another death before the next checkpoint the optimizer's state is read, too.
             for _ in range(1 if kind == "offload" else args.restores):
                 time.sleep(1.0)  # the next trainer is not there at once
                 restores.append(_run("restore", store, *words))

@@ -295,8 +295,8 @@ def _raw_span(pack: int, target: Target) -> Span:
 
 def _plain_buffer(*, huge: bool) -> memoryview:
     """In huge pages, if wanted and the kernel has them: a direct read into scattered small pages
-    becomes many small requests, and takes twice as long on a fast disk. Out of memory little goes
-    through it, and a huge page may take 5 ms where the host has to find it first."""
+    becomes many small requests, and takes twice as long on a fast disk. From a source in memory
+    little goes through it, and a huge page may take 5 ms where the host has to find it first."""
     region = mmap.mmap(-1, _BUFFER_BYTES + _HUGE_PAGE_BYTES, flags=_PRIVATE)
     with contextlib.suppress(OSError):  # a matter of speed only
         if huge:
