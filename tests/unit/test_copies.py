@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from everstep.capture import copies, pool
 from everstep.capture.copies import Batch, Progress
-from everstep.capture.plan import Planner
+from everstep.capture.plan import STILL_BYTES_MIN, Planner, Still
 from everstep.format.packs import round_up
 from everstep.keeper.arena import Arena
 from everstep.keeper.wire import Place
@@ -96,3 +96,19 @@ def test_all_ranks_of_a_node_share_what_is_there(monkeypatch, ranks, slots):
     _, arena = found._create(size - pool._STILL_SLACK_BYTES, size)
     assert arena.slot_count == slots
     arena.close()
+
+
+def test_what_is_told_again_moves_nothing():
+    state = collected([Leaf(name, torch.zeros(STILL_BYTES_MIN)) for name in ("a", "b")])
+    still = Still()
+    planner = Planner(still)
+    still.hear({"a": True})
+    plan = planner.plan(state)
+    first = still.look(state.walk)
+    still.hear({"a": True})
+    assert still.look(state.walk) is first
+    assert planner.plan(state) is plan
+    still.hear({"a": False})
+    assert not still.look(state.walk)
+    still.hear({"a": True})  # what was taken for still, and was not, is not tried again
+    assert not still.look(state.walk)

@@ -359,11 +359,12 @@ class Copier:
         if self._bound and self._bound[0] is walk and self._bound[1] is plan:
             return self._bound[2]
         sharded = _by_owner(walk.sharded)
-        found = _by_owner(leaf for leaf in walk.leaves if leaf.entry not in early)
+        leaves = [leaf for leaf in walk.leaves if leaf.entry not in early] if early else walk.leaves
+        found = _by_owner(leaves)
         parts: _Bound = {}
-        for owner, leaves in found.items():
-            watched = () if owner in _NOT_WATCHED else (*leaves, *sharded.get(owner, ()))
-            parts[owner] = Batch.of(leaves, plan), Fingerprint(watched) if watched else None
+        for owner, own in found.items():
+            watched = () if owner in _NOT_WATCHED else (*own, *sharded.get(owner, ()))
+            parts[owner] = Batch.of(own, plan), Fingerprint(watched) if watched else None
         if not early and RECORD_OWNER not in parts:  # a record's do not come again
             self._bound = (walk, plan, parts)
         return parts

@@ -59,9 +59,10 @@ class Still:
     def hear(self, seen: Mapping[str, bool]) -> None:
         """The keeper has compared these entries with those of the state before: whether they are
         still. Any thread."""
-        for name, is_still in seen.items():
-            self._told[name] = is_still and self._told.get(name, True)
-        self._news += 1
+        told = {name: is_still and self._told.get(name, True) for name, is_still in seen.items()}
+        if not told.items() <= self._told.items():
+            self._told |= told
+            self._news += 1
 
     def look(self, walk: Walk) -> Mapping[str, int]:
         """Return which of these leaves are still, by their entries, and in which group: of layers

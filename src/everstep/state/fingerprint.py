@@ -48,7 +48,8 @@ class Fingerprint:
         found = list(leaves)
         # Detached: they share the counter, and keep the memory, whatever `.data` becomes.
         held = [(leaf.name, local_of(leaf.tensor).detach()) for leaf in found]
-        self._on_cpu = [row for row in held if row[1].is_cpu]
+        on_cpu = [row for row in held if row[1].is_cpu and fills_memory(row[1])]
+        self._on_cpu = [(*row, size) for row in on_cpu if (size := row[1].nbytes)]
         counted = [row for row in held if not row[1].is_inference()]  # those count nothing
         # What torch writes to a DTensor counts there, and not in its local tensor.
         counted += [(leaf.name, leaf.tensor) for leaf in found if is_dtensor(leaf.tensor)]
@@ -88,7 +89,7 @@ class Fingerprint:
         if self._hashing and not found:
             self._hashing.join()
             digests = zip(self._on_cpu, self._digests, strict=True)
-            found = [name for (name, tensor), known in digests if memory_digest(tensor) != known]
+            found = [name for (name, tensor, _), known in digests if memory_digest(tensor) != known]
         return sorted(set(found))
 
     def _read(self, turn: int) -> None:
@@ -97,13 +98,10 @@ class Fingerprint:
         first = turn * _SAMPLES_MAX % max(1, len(self._on_cpu))
         chosen = self._on_cpu[first : first + _SAMPLES_MAX]
         chosen += self._on_cpu[: min(first, _SAMPLES_MAX - len(chosen))]
-        for name, tensor in chosen:
-            size = tensor.nbytes
-            if not size or not fills_memory(tensor):
-                continue
+        for name, tensor, size in chosen:
             shift = turn * _STRIDE % (size - _SAMPLE_BYTES) if size > _SAMPLE_BYTES else 0
-            at, size = tensor.data_ptr() + shift, min(size, _SAMPLE_BYTES)
-            self._samples.append((at, size, name, _peek(at, size)))
+            at, count = tensor.data_ptr() + shift, min(size, _SAMPLE_BYTES)
+            self._samples.append((at, count, name, _peek(at, count)))
 
     def _addresses_now(self) -> list[int]:
         tensors = map(_tensor, self._live)
@@ -117,7 +115,7 @@ class Fingerprint:
             self._hashing.start()
 
     def _hash(self) -> None:
-        self._digests = [memory_digest(tensor) for _, tensor in self._on_cpu]
+        self._digests = [memory_digest(tensor) for _, tensor, _ in self._on_cpu]
 
 
 def memory_digest(tensor: torch.Tensor) -> bytes:
