@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import zoo
+from torch import nn
 from zoo_model import BATCH, batch, decoder, loss_of, mean, optimizer_of
 
 import everstep
@@ -31,12 +32,14 @@ def store(tmp_path, monkeypatch):
 
 
 class Job:
-    """The model of the zoo in an engine."""
+    """The model of the zoo in an engine. `frozen`: all numbers of a weight that is not trained."""
 
-    def __init__(self, stage, dtype="float32", **options):
+    def __init__(self, stage, dtype="float32", frozen=None, **options):
         import deepspeed
 
         model = decoder(RECIPE)
+        if frozen is not None:
+            nn.init.constant_(model.head.weight, frozen).requires_grad_(False)
         model.share = dist.get_world_size() / BATCH
         config = {
             "train_micro_batch_size_per_gpu": BATCH // dist.get_world_size(),

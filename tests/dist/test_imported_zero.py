@@ -88,6 +88,34 @@ def test_a_folder_of_zero(gang, store, tmp_path, capsys, kind):
         gang.kill()
 
 
+def saves_frozen(folder, store, stage):
+    """Both ways: DeepSpeed's, and everstep's own."""
+    job = Job(stage, frozen=0.5)
+    for step in range(1, STEPS + 1):
+        job.train(step)
+    job.engine.save_checkpoint(str(folder))
+    with job.checkpointer(store) as checkpointer:
+        checkpointer.save(STEPS)
+    return [job.train(step) for step in AFTER]
+
+
+def goes_on_frozen(store, stage):
+    return goes_on(store, (stage, "float32", 0.25))[1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_frozen_weights(gang, store, tmp_path, stage):
+    in_two = functools.partial(gang.run, size=2, timeout=COMPILES_S)
+    losses, *_ = in_two(saves_frozen, tmp_path / "zero", tmp_path / "own", stage)
+    gang.kill()
+    assert run("import", tmp_path / "zero", store) == 0
+    for each in (store, tmp_path / "own"):
+        mine, *_ = in_two(goes_on_frozen, each, stage)
+        assert mine == losses
+        gang.kill()
+        end_keeper(each)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_universal_folder(gang, store, tmp_path, capsys, stage):
     kind = (stage, "float32")

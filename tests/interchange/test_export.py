@@ -44,7 +44,7 @@ def check_weights(found, model):
 def test_weights_of_the_only_model_without_its_name(place, tmp_path, capsys):
     job = trained(place)
     said = run_json(capsys, "export", place, "--to", "hf", tmp_path / "out")
-    assert said["left_out"] == ["model.head.weight"]
+    assert said["left_out"] == ["'model.head.weight': tied to 'model.embedding.weight'"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
     check_weights(read_all(tmp_path / "out"), job.model)
     assert [path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"] == []
@@ -122,6 +122,26 @@ def test_what_cannot_be_exported_leaves_nothing(store, tmp_path, capsys):
     assert "Conflict" in capsys.readouterr().err
     assert run("export", store, "--to", "hf", tmp_path / "one", "--part", "teacher") == 0
     assert set(load_file(tmp_path / "one" / "model.safetensors")) == {"weight", "bias"}
+
+
+class Own(torch.optim.SGD):
+    """Says itself what its state is."""
+
+    def state_dict(self):
+        return super().state_dict() | {"more": 1}
+
+
+def test_an_optimizer_that_nobody_else_takes(store, tmp_path, capsys):
+    model = torch.nn.Linear(2, 2)
+    with Checkpointer(
+        store, {"model": model, "optimizer": Own(model.parameters())}
+    ) as checkpointer:
+        checkpointer.save(1)
+    (said,) = run_json(capsys, "export", store, "--to", "torch", tmp_path / "out")["left_out"]
+    assert "'optimizer'" in said
+    assert "optimizer" not in torch.load(tmp_path / "out" / "checkpoint.pt")
+    assert run("export", store, "--to", "ucp", tmp_path / "ucp") == 1
+    assert "Unsupported" in capsys.readouterr().err
 
 
 @pytest.mark.slow

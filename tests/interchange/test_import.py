@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from trained import Job
 
@@ -18,6 +18,7 @@ from commands import run, run_json
 from everstep import Checkpointer, Store
 
 REST = (4, 8)
+CORPUS = Path(__file__).parent / "corpus"
 
 
 def trained(groups=True):
@@ -107,12 +108,21 @@ def check(found, expected):
         assert found == expected
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_nobody_knows_is_left_out(store, tmp_path, capsys):
     job = trained()
-    own = {"args": argparse.Namespace(lr=1), "epoch": 2}
-    torch.save({**state_dicts(job), **own, "step": 3}, tmp_path / "latest.pt")
+    complex_ones = torch.ones(2, dtype=torch.complex64)
+    strange = {
+        "args": argparse.Namespace(lr=1),
+        "objects": np.array([1, "a"], dtype=object),
+        "days": np.array(["2020-01-01"], dtype="datetime64[D]"),
+        "conjugated": complex_ones.conj(),
+        "negated": torch.ones(2, dtype=torch.complex128).conj().imag,
+        "quantised": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    }
+    torch.save({**state_dicts(job), **strange, "epoch": 2, "step": 3}, tmp_path / "latest.pt")
     said = run_json(capsys, "import", tmp_path / "latest.pt", store)
-    assert list(said["left_out"]) == ["args"]
+    assert said["left_out"].keys() == strange.keys()
     assert "argparse.Namespace" in said["left_out"]["args"]
     assert resumed(store, only=["model", "optimizer", "scheduler"]) == job.run(*REST)
 
@@ -155,6 +165,24 @@ def test_parameters_that_have_numbers(store, tmp_path, capsys):
     assert run("import", tmp_path / "b", store, "--step", "4") == 0
     again = Store(store).read()
     assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+def test_several_optimizers_whose_parameters_have_numbers(store, tmp_path):
+    models = {"a": torch.nn.Linear(3, 2), "b": torch.nn.Linear(2, 2)}
+    saved = {name: model.state_dict() for name, model in models.items()}
+    for name, model in models.items():
+        model(torch.ones(model.in_features)).sum().backward()
+        optimizer = torch.optim.SGD([model.bias, model.weight], momentum=0.5)
+        optimizer.step()
+        saved[f"of_{name}"] = optimizer.state_dict()
+    torch.save({**saved, "step": 1}, tmp_path / "saved")
+    assert run("import", tmp_path / "saved", store) == 1
+    (tmp_path / "names.json").write_text(json.dumps([["bias", "weight"]] * 2))
+    assert run("import", tmp_path / "saved", store, "--names", tmp_path / "names.json") == 0
+    found = Store(store).read()
+    for name in models:
+        buffer = found[f"of_{name}.{name}.bias.momentum_buffer"]
+        assert buffer.equal(saved[f"of_{name}"]["state"][0]["momentum_buffer"])
 
 
 class Training:
@@ -233,6 +261,41 @@ def test_files_of_safetensors(store, tmp_path, capsys):
     with Checkpointer(store, {"model": other.model}) as checkpointer:
         checkpointer.restore()
     assert torch.equal(other.model.head.weight, job.model.head.weight)
+
+
+def test_all_dtypes_of_safetensors(store, tmp_path):
+    names = ["complex64", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "bool", "uint64"]
+    values = {name: torch.ones(3).to(getattr(torch, name)) for name in names}
+    save_file({**values, "empty": torch.empty(0, 2)}, tmp_path / "a.safetensors")
+    assert run("import", tmp_path / "a.safetensors", store, "--step", "1") == 0
+    assert run("export", store, "--to", "hf", tmp_path / "out") == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {*values, "empty"}
+    for name, value in values.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8))
+
+
+def test_an_adapter_without_its_model(store, tmp_path, capsys):
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1}))
+    (folder / "adapter_config.json").write_text("{}")
+    torch.save({}, folder / "rng_state.pth")
+    save_file({"lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
+    assert run("import", folder, store) == 1
+    assert "resume_from_checkpoint" in capsys.readouterr().err
+
+
+def test_frozen_weights_of_zero_1(store, tmp_path):
+    """Which nobody but the module has there."""
+    shutil.unpack_archive(CORPUS / "zero-2.zip", tmp_path / "zero")
+    (path,) = tmp_path.rglob("mp_rank_00_model_states.pt")
+    said = torch.load(path, weights_only=False)
+    said["module"]["frozen"] = torch.arange(3.0)
+    torch.save(said, path)
+    assert run("import", tmp_path / "zero", store) == 0
+    assert Store(store).read(names=["model.frozen"])["model.frozen"].equal(torch.arange(3.0))
 
 
 def test_universal_checkpoints_of_all_stages(store, other_store, tmp_path):

@@ -96,6 +96,32 @@ def test_weights_that_two_models_have(store, tmp_path):
     assert saved["teacher"]["weight"].data_ptr() == saved["model"]["weight"].data_ptr()
 
 
+class Counts(torch.nn.Linear):
+    """With something beside its weights."""
+
+    seen = torch.zeros(2)
+
+    def get_extra_state(self):
+        return {"seen": self.seen, "kind": "a"}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_what_modules_have_beside_their_weights(store, tmp_path, bare):
+    one, other, third = Counts(2, 2), Counts(2, 2), Counts(2, 2)
+    one.seen = torch.ones(2)
+    torch.save(one.state_dict() if bare else {"model": one.state_dict()}, tmp_path / "saved")
+    assert run("import", tmp_path / "saved", store, "--step", "1") == 0
+    with Checkpointer(store, {"model": other}) as checkpointer:
+        checkpointer.restore()
+    assert other.seen.equal(one.seen)
+    assert run("export", store, "--to", "torch", tmp_path / "out") == 0
+    third.load_state_dict(torch.load(tmp_path / "out" / "checkpoint.pt")["model"])
+    assert third.seen.equal(one.seen)
+
+
 def test_all_dtypes(store, tmp_path):
     names = ["float64", "float16", "bfloat16", "int16", "uint8", "bool", "complex64", "uint16"]
     names += ["float8_e4m3fn"]

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Answer:
         found = export(disk, name, Path(folder), args.to, options, progress)
     seconds, left_out = progress.seconds, found.left_out
     lines = [f"{name}: {text.moved(found.count, 'tensor', found.bytes, seconds)}"]
-    lines += [f"tied, and so left out: {text.clean(', '.join(left_out))}"] if left_out else []
+    lines += [f"left out: {text.clean(', '.join(left_out))}"] if left_out else []
     said = {"tensors": found.count, "bytes": found.bytes, "left_out": left_out}
     return Answer({**name._asdict(), **said, "seconds": seconds}, lines)
 

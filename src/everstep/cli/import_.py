@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.interchange.trees import Options
     from everstep.interchange.write import write
 
-    names = None if args.names is None else read_names(args.names)
-    draft = read_source(args.source, args.kind, Options(args.part, names, args.only))
+    orders = None if args.names is None else read_names(args.names)
+    draft = read_source(args.source, args.kind, Options(args.part, orders, args.only))
     step = draft.step if args.step is None else args.step
     if step is None or not 0 <= step < 10**18:
         raise ValueError(f"{args.source} does not say of which step it is: say it by --step")

@@ -58,10 +58,23 @@ def parts(
         memory = flat.detach()[at : at + count]
         found += Shard.flat(names[id(parameter)], shape, start, memory)
 
+    frozen = nn.ParameterList()
+    for parameter in module.parameters():
+        if id(parameter) not in shards and hasattr(parameter, "ds_tensor"):
+            own = nn.Parameter(parameter.ds_tensor.detach(), requires_grad=False)
+            size = own.numel()
+            start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
+            memory = own.detach()[: parameter.ds_numel - start]
+            shape = tuple(parameter.ds_shape)
+            shards[id(own)] = Shard.flat(names[id(parameter)], shape, start, memory)
+            shards[id(parameter)] = []
+            frozen.append(own)
+
     def layout(name: str, tensor: torch.Tensor) -> Sequence[Shard] | None:
         return shards.get(id(tensor))
 
-    return {model: module, optimizer: zero.optimizer, "engine": _EngineState(engine, zero)}, layout
+    state = {model: module, optimizer: zero.optimizer, "engine": _EngineState(engine, zero)}
+    return state | ({"frozen": frozen} if len(frozen) else {}), layout
 
 
 class _Zero12:

@@ -22,6 +22,7 @@ from everstep.interchange.safetensors import header_of
 from everstep.interchange.tensors import StandIn
 from everstep.interchange.torch_files import write_dcp, write_torch
 from everstep.interchange.universal import write_universal
+from everstep.restore.chain import objects_tensors
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
@@ -162,16 +163,20 @@ class Export:
         numbers of torch's own. What has no state dict is left out."""
         whole, tree = self.whole, dict[str, Any]()
         objects, ranks = whole.manifest.objects, whole.manifest.ranks
+        models = whole.weights.keys() - objects_tensors(whole.manifest)
         for name, first in whole.firsts.items():
-            if first in whole.weights:
+            if first in models:
                 part, _, key = name.partition(".")
                 tree.setdefault(part, {})[key] = self._stand_in(first)
+        for part in tree:  # what its modules say beside their tensors
+            tree[part] |= self._object(part, objects.get(part) or {})
         for name in whole.optimizers:
             if "state_dict" in (objects.get(name) or {}):
                 self.left_out.append(f"{name!r}: its class says itself what its state is")
             else:
                 tree[name] = self._optimizer(name, by_name=by_name)
-        tree |= {n: self._object(n, each) for n, each in objects.items() if n not in tree}
+        known = tree.keys() | whole.optimizers.keys()
+        tree |= {n: self._object(n, each) for n, each in objects.items() if n not in known}
         for name in {name for own in ranks for name in own} - tree.keys():
             tree[name] = [self._object(name, each) for each in values_by_index(ranks, name)]
         self.total = sum(map(self.size, self._stand_ins))
@@ -235,8 +240,8 @@ def to_hf(export: Export) -> None:
 def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
     """`chosen`: name there → in the state. Tied ones are left out: files hold no tensor twice."""
     entries, firsts = export.whole.entries, set(chosen.values())
-    tied = (alias for name in firsts for alias in entries[name].aliases)
-    export.left_out = sorted(tied)
+    tied = ((alias, name) for name in firsts for alias in entries[name].aliases)
+    export.left_out = [f"{alias!r}: tied to {name!r}" for alias, name in sorted(tied)]
     sizes = ((name, export.size(of)) for name, of in chosen.items())
     shards = in_groups(sizes, export.options.shard_bytes) or [[]]
     export.total = sum(map(export.size, chosen.values()))

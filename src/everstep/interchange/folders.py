@@ -165,10 +165,14 @@ def is_lightning(path: Path) -> bool:
 
 def _weights(folder: Path, ending: str) -> Any:
     """Of a model, by safetensors or torch; None where there are none."""
-    for name in ("model", "adapter_model"):
-        file = folder / f"{name}{ending}.safetensors"
-        if file.is_file():
-            return safetensors.read_file(file)
+    if (folder / "adapter_config.json").is_file():
+        raise Unsupported(
+            f"importing {folder}: it has an adapter, and not the weights beneath. Go on from it by "
+            f"train(resume_from_checkpoint={str(folder)!r}) of everstep_trainer(Trainer)"
+        )
+    file = folder / f"model{ending}.safetensors"
+    if file.is_file():
+        return safetensors.read_file(file)
     if not ending and any(folder.glob(safetensors.INDEX)):
         return safetensors.read_weights(folder)
     return _file(folder / f"pytorch_model{ending}.bin")

@@ -23,7 +23,8 @@ _NO_DECAY = re.compile(
 _ELEMENTWISE = ["exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq"]
 _ELEMENTWISE += ["acc_delta", "grad_avg", "exp_inf", "ax", "prev"]
 _ADVICE = (
-    "Write the names of its parameters into a file, as a JSON list in the order of its groups, and "
+    "Write the names of its parameters into a file, as a JSON list in the order of its groups (of "
+    "several optimizers a list of such lists), and "
     "give it by --names: json.dump([names[p] for g in optimizer.param_groups for p in g['params']])"
 )
 

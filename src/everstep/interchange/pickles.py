@@ -24,7 +24,7 @@ from torch.storage import _dtype_to_storage_type_map
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.tensors import Found, Storage, Stretch, view_of
+from everstep.interchange.tensors import Storage, Stretch, view_of
 from everstep.sharding.leaves import dtype_name
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
@@ -151,10 +151,11 @@ class _Machine:
 
     def find_storage(self, identity: Any) -> None:
         kind, storage, key, _, count = identity
-        name = storage.name.rpartition(".")[2]
-        if kind != "storage" or name not in _STORAGES or type(count) is not int:
+        if kind != "storage" or type(count) is not int:
             raise ValueError(f"no storage: {identity!r:.200}")
-        stretch, dtype = self.beside[f"data/{key}"], _STORAGES[name]
+        # Of bytes, where tensors know what they are; or quantised, for tensors that stay Inert.
+        dtype = _STORAGES.get(storage.name.rpartition(".")[2])
+        stretch = self.beside[f"data/{key}"]
         if not 0 <= count * (ITEM_SIZES[dtype] if dtype else 1) <= stretch.size:
             raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
         self.push(Storage(stretch, dtype))
@@ -224,13 +225,18 @@ _STEPS: dict[str, _Step] = {
 # ---- what names make -------------------------------------------------------------------------
 
 
-def _tensor(*given: Any) -> Found:
-    return view_of(*given[:4])
+def _tensor(
+    storage: Any, offset: Any, shape: Any, strides: Any, *beside: Any, dtype: str | None = None
+) -> Any:
+    """`beside`: whether it has a gradient, its hooks, and where torch has not yet conjugated or
+    negated what is stored, that it is to be."""
+    if any(beside[2:]):
+        return Inert("tensor that is yet to be conjugated or negated", beside)
+    return view_of(storage, offset, shape, strides, dtype)
 
 
-def _tensor_of_bytes(*given: Any) -> Found:
-    storage, offset, shape, strides, _, _, dtype, *_ = given
-    return view_of(storage, offset, shape, strides, dtype_of(dtype))
+def _tensor_of_bytes(*given: Any) -> Any:
+    return _tensor(*given[:6], *given[7:], dtype=dtype_of(given[6]))
 
 
 def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
@@ -285,7 +291,7 @@ STORAGES: dict[str, Any] = {
     if dtype_name(dtype) in ITEM_SIZES
 }
 """What a pickle calls the storage of a dtype; of others there are bytes alone."""
-_STORAGES = {kind.__name__: dtype for dtype, kind in STORAGES.items()} | {"UntypedStorage": None}
+_STORAGES = {kind.__name__: dtype for dtype, kind in STORAGES.items()}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
@@ -342,37 +348,36 @@ def _factory(value: dict[Any, Any]) -> tuple[Any, ...]:
 
 
 def _resolved(leaf: Any, path: str) -> Any:
-    """numpy's arrays and scalars as they are."""
-    if not isinstance(leaf, Inert):
-        return leaf
-    match leaf.kind:
+    """numpy's arrays and scalars as they are, of numbers or texts."""
+    order: Any = "C"
+    match leaf.kind if isinstance(leaf, Inert) else None:
         case "numpy.core.multiarray._reconstruct":
             _, shape, dtype, is_fortran, data = leaf.state
-            return _array(data, dtype, shape, "F" if is_fortran else "C")
+            order = "F" if is_fortran else "C"
         case "numpy.core.multiarray.scalar":
-            dtype, data = leaf.args
-            return _array(data, dtype, (1,), "C")[0]
+            (dtype, data), shape = leaf.args, (1,)
         case "numpy.core.numeric._frombuffer":
-            return _array(*leaf.args)
-    return leaf
-
-
-def _array(data: Any, dtype: Any, shape: Any, order: Any) -> Any:
+            data, dtype, shape, order = leaf.args
+        case _:
+            return leaf
+    kind = _numpy_dtype(dtype)
+    if kind is None:
+        return leaf
     if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
         raise TypeError("an array without bytes")
-    kind = _numpy_dtype(dtype)
     if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
         raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
-    return np.frombuffer(data, kind).reshape(shape, order=order)
+    made = np.frombuffer(data, kind).reshape(shape, order=order)
+    return made[0] if leaf.kind.endswith("scalar") else made
 
 
-def _numpy_dtype(said: Inert) -> "np.dtype[Any]":
-    """Of numbers or texts; of nothing that has objects."""
+def _numpy_dtype(said: Inert) -> "np.dtype[Any] | None":
+    """None where it is of other things, such as objects or dates."""
     code = said.args[0]
     if said.kind != "numpy.dtype" or type(code) is not str or len(code) > 8:
         raise TypeError("no dtype of numbers")
     found = np.dtype(code)
     if found.hasobject or found.kind not in "biufcSU":
-        raise TypeError(f"{code} is no dtype of numbers")
+        return None
     order: Any = said.state[1] if said.state else "="
     return found.newbyteorder(order) if order in ("<", ">") else found

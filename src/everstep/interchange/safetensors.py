@@ -19,18 +19,26 @@ INDEX = "*.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """The library refuses longer ones."""
 
-_DTYPES = {kind: name for name, (kind, _) in CARRIED.items()}
+_KINDS = {name: kind for name, (kind, _) in CARRIED.items()} | {
+    "complex64": "C64",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}
+_DTYPES = {kind: name for name, kind in _KINDS.items()}
 
 
 def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
     """The beginning of a file of tensors, whose dtypes and shapes are given, in this order. Raises
     Unsupported for what no such file can hold."""
-    entries = Entries({"__metadata__": {"format": "pt"}})
+    rows, start = dict[str, object]({"__metadata__": {"format": "pt"}}), 0
     for name, (dtype, shape) in shapes.items():
-        if dtype not in CARRIED:
+        if dtype not in _KINDS:
             raise Unsupported(f"exporting {name!r}: {dtype} is no dtype of safetensors files")
-        entries.add(name, dtype, tuple(shape), ITEM_SIZES[dtype] * prod(shape))
-    header = entries.encode()
+        end = start + ITEM_SIZES[dtype] * prod(shape)
+        rows[name] = {"dtype": _KINDS[dtype], "shape": [*shape], "data_offsets": [start, end]}
+        start = end
+    header = Entries(rows).encode()
     if len(header) > HEADER_BYTES_MAX:
         raise Unsupported(f"exporting {len(shapes)} tensors to one file: choose smaller shards")
     return header

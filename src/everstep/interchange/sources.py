@@ -66,13 +66,15 @@ KINDS: dict[str, Kind] = {
 """By what is recognised first."""
 
 
-def read_names(path: Path) -> list[str]:
-    """Names that a user has written down: a JSON list, or one of lists. Raises Corrupt."""
+def read_names(path: Path) -> list[list[str]]:
+    """Orders that a user has written down: a JSON list of names, or one of lists, each of which is
+    a group or an optimizer. Raises Corrupt."""
     try:
         said = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"reading {path}: it is no JSON: {error}") from error
-    rows = [name for row in said for name in (row if isinstance(row, list) else [row])]
-    if not isinstance(said, list) or not all(type(name) is str for name in rows):
+    rows = [row if isinstance(row, list) else [row] for row in said]
+    names = [name for row in rows for name in row]
+    if not isinstance(said, list) or not all(type(name) is str for name in names):
         raise Corrupt(f"reading {path}: it is no list of names")
-    return rows
+    return [names, *(row for row in said if isinstance(row, list))]

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
 from everstep.errors import Missing, Unsupported
 from everstep.interchange.draft import Draft
 from everstep.interchange.generators import RNG, taken
@@ -20,11 +22,12 @@ _FLAT = {"state", "param_groups"}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """`part`: what a model is called that has no name in the source. `names`: of an optimizer's
-    parameters, in its order, where the source has numbers. `only`: of the parts these."""
+    """`part`: what a model is called that has no name in the source. `orders`: in which the
+    parameters of an optimizer may be, where the source has numbers (None: as Saved says). `only`:
+    of the parts these."""
 
     part: str = "model"
-    names: Sequence[str] | None = None
+    orders: Sequence[Sequence[str]] | None = None
     only: Sequence[str] = ()
 
     def wants(self, part: str) -> bool:
@@ -52,9 +55,11 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     """A draft with the parts of that. Raises Missing, Corrupt, Unsupported."""
     step = saved.step if type(saved.step) is int else None
     draft = Draft(where, saved.kind or kind, step)
-    orders = saved.orders if options.names is None else [options.names]
+    orders = saved.orders if options.orders is None else options.orders
     if not isinstance(saved.tree, dict) or not all(type(key) is str for key in saved.tree):
-        raise Unsupported(f"importing {where}: at its top there is no dict of parts")
+        raise Unsupported(
+            f"importing {where}: at its top there is no dict of parts, such as state_dict() returns"
+        )
     tree = _with_model(_opened(saved.tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
     chosen = {name: each for name, each in parts.items() if options.wants(name)}
@@ -62,7 +67,10 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
         raise Missing(f"importing {where}: it has no {options.only}, but {[*parts]}")
     models = [name for name, each in chosen.items() if _is_weights(each)]
     for name in models:
-        draft.add_weights(name, _bare(chosen[name]))
+        own = _bare(chosen[name])
+        draft.add_weights(name, {key: each for key, each in own.items() if not _is_extra(key)})
+        if extra := {key: each for key, each in own.items() if _is_extra(key)}:
+            draft.add_object(name, extra)
     for name, each in chosen.items():
         if draft.step is None and name in _STEPS and type(each) is int:
             draft.step = each
@@ -103,15 +111,24 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_weights(value: Any) -> bool:
-    """Whether it is a model's: tensors by names."""
+    """Whether it is a model's: tensors by names, and what its modules say beside them."""
     return (
         isinstance(value, dict)
-        and bool(value)
-        and all(type(key) is str and isinstance(each, Found) for key, each in value.items())
+        and any(isinstance(each, Found) for each in value.values())
+        and all(type(key) is str and _is_weight(key, each) for key, each in value.items())
     )
 
 
-def _bare(weights: Mapping[str, Found]) -> dict[str, Found]:
+def _is_weight(name: str, value: Any) -> bool:
+    return isinstance(value, Found) or _is_extra(name)
+
+
+def _is_extra(name: str) -> bool:
+    """Whether it is what get_extra_state() of a module returned."""
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def _bare(weights: Mapping[str, Any]) -> dict[str, Any]:
     """Their names without what DistributedDataParallel and others put before or into them."""
     names = [canonical(name) for name in weights]
     prefix = "module."
@@ -135,7 +152,7 @@ def _opened(tree: dict[str, Any]) -> dict[str, Any]:
 def _with_model(tree: dict[str, Any], part: str) -> dict[str, Any]:
     """Where a model's weights lie at the top, beside other parts (as torchtitan has them) or
     alone, they are one."""
-    loose = {name: each for name, each in tree.items() if isinstance(each, Found)}
+    loose = {name: each for name, each in tree.items() if _is_weight(name, each)}
     if not loose or any(_is_weights(each) for each in tree.values()):
         return tree
     return {part: loose, **{name: each for name, each in tree.items() if name not in loose}}

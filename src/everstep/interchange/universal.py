@@ -23,7 +23,10 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
     others, OSError."""
     what = f"exporting step {whole.name.step} for DeepSpeed"
     if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
-        raise Unsupported(f"{what}: it has {len(whole.optimizers)} optimizers, and one is needed")
+        raise Unsupported(
+            f"{what}: it has {len(whole.optimizers)} optimizers, and needs one, of a class that "
+            f"leaves it to torch what its state is"
+        )
     (optimizer,) = whole.optimizers
     moments = tree[optimizer]
     part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
@@ -73,12 +76,13 @@ def _model(model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
     """What the engine knows of it. The weights that are trained are those of the folders."""
     shapes = [{name: model[name].shape for name in group["params"]} for group in groups]
     firsts: dict[str, str] = {}
-    shared = {n: known for n, t in model.items() if (known := firsts.setdefault(t.of, n)) != n}
+    tensors = {name: each for name, each in model.items() if isinstance(each, StandIn)}
+    shared = {n: known for n, t in tensors.items() if (known := firsts.setdefault(t.of, n)) != n}
     elsewhere = shared.keys() | {name for group in groups for name in group["params"]}
     rest = {name: each for name, each in model.items() if name not in elsewhere}
     return {
         "module": rest,
-        "buffer_names": list(rest),
+        "buffer_names": list(rest.keys() & tensors.keys()),
         "param_shapes": shapes,
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,

@@ -153,8 +153,9 @@ def _shares(shape: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
-    """What no optimizer has."""
+    """Of the module all that may be no optimizer's: in stage 3 what is frozen lies beside it."""
     said = states[0]
+    yield from (said.get("module") or {}).items()
     fragments = [each.get("frozen_param_fragments") or {} for each in states]
     for name, shape in (said.get("frozen_param_shapes") or {}).items():
         rows, shape = [each[name] for each in fragments], lengths(shape)
@@ -167,8 +168,6 @@ def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
             for part in row.flat(shape, start, 0, count)
         ]
         yield name, Found(rows[0].dtype, shape, tuple(parts))
-    buffers = set(said.get("buffer_names") or ())
-    yield from ((name, own) for name, own in (said.get("module") or {}).items() if name in buffers)
 
 
 def _engine(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
