@@ -1,6 +1,7 @@
 """What comes from others may be damaged, or made to do harm: Corrupt or Unsupported, in bounded
 memory; nothing is executed, nothing outside of the store touched. A seeded fuzzer over all."""
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import resource
 import shutil
 import struct
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -422,3 +424,29 @@ def test_zips_that_are_none_of_torch(tmp_path, bounded):
         imported(big, tmp_path / "store")
     with pytest.raises(EverstepError):
         imported(Path("nowhere"), tmp_path / "store")
+
+
+CONFIGS = {
+    "attn_implementation": "kernels-community/evil",
+    "_attn_implementation": "kernels-community/evil",
+    "num_labels": 10**9,
+    "text_config": {"num_hidden_layers": 10**9},
+    "n_layer": "1",
+    "hidden_size": 10**15,
+}
+
+
+@pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not installed")
+@pytest.mark.filterwarnings("ignore")  # transformers' own
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_a_config_that_wants_much(tmp_path, monkeypatch, bounded, name):
+    """Or code of others, which transformers would fetch by a package that is not here."""
+    fetched = []
+    fetch = "transformers.integrations.hub_kernels.load_and_register_attn_kernel"
+    monkeypatch.setattr(fetch, lambda *_, **__: fetched.append(1))
+    folder = sample("trainer", tmp_path / "folder")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: CONFIGS[name]}))
+    with contextlib.suppress(*TOLD):
+        imported(folder, tmp_path / "store")
+    assert not fetched

@@ -58,16 +58,15 @@ def parts(
         memory = flat.detach()[at : at + count]
         found += Shard.flat(names[id(parameter)], shape, start, memory)
 
-    frozen = nn.ParameterList()
-    for parameter in module.parameters():
-        if id(parameter) not in shards and hasattr(parameter, "ds_tensor"):
-            own = nn.Parameter(parameter.ds_tensor.detach(), requires_grad=False)
-            size = own.numel()
-            start = min(dist.get_rank(parameter.ds_process_group) * size, parameter.ds_numel)
-            memory = own.detach()[: parameter.ds_numel - start]
-            shape = tuple(parameter.ds_shape)
-            shards[id(own)] = Shard.flat(names[id(parameter)], shape, start, memory)
-            shards[id(parameter)] = []
+    frozen = nn.ParameterList()  # of stage 3, whose parameters have no memory of their own
+    whole: Any
+    for whole in module.parameters():
+        if id(whole) not in shards and hasattr(whole, "ds_tensor"):
+            own = nn.Parameter(whole.ds_tensor.detach(), requires_grad=False)
+            start = min(dist.get_rank(whole.ds_process_group) * own.numel(), whole.ds_numel)
+            memory = own.detach()[: whole.ds_numel - start]
+            shards[id(own)] = Shard.flat(names[id(whole)], whole.ds_shape, start, memory)
+            shards[id(whole)] = []
             frozen.append(own)
 
     def layout(name: str, tensor: torch.Tensor) -> Sequence[Shard] | None:

@@ -4,12 +4,15 @@ Each becomes the parts that everstep's own integration of that library has (docs
 """
 
 import json
+import logging
+import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.integrations.transformers import COUNTED
@@ -18,9 +21,12 @@ from everstep.interchange.generators import RNG, global_generators
 from everstep.interchange.tensors import Found
 from everstep.interchange.trees import ByRank, Saved, numbered
 
+log = logging.getLogger("everstep")
+
 _TRAINER_STATE = "trainer_state.json"
 _FSDP = "pytorch_model_fsdp"
 _MODULES_MAX = 100_000
+_FETCHED = re.compile("implementation|backbone|pretrained")
 
 
 # ---- transformers' Trainer -----------------------------------------------------------------------
@@ -77,21 +83,36 @@ def _orders_of_trainer(folder: Path) -> list[list[str]]:
     except ImportError:
         return []
     path = folder / "config.json"
-    config = json.loads(path.read_bytes()) if path.is_file() else {}
-    kind = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+    config = json.loads(path.read_bytes(), object_pairs_hook=_tame) if path.is_file() else {}
+    kind: Any = getattr(transformers, str((config.get("architectures") or [""])[0]), None)
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         return []
-    if any(type(n) is int and n > _MODULES_MAX for k, n in config.items() if "layer" in k):
-        raise Corrupt(f"reading {path}: a model of so many layers")
-    with torch.device("meta"):
-        said = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        model = kind(said)
-    decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    left = iter(range(_MODULES_MAX))
+
+    def count(*_: Any) -> None:
+        if next(left, None) is None:
+            raise ValueError(f"it has more than {_MODULES_MAX} modules")
+
+    try:
+        with torch.device("meta"), register_module_module_registration_hook(count):
+            model = kind(kind.config_class.from_dict(config))
+        decaying = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    except Exception as error:  # noqa: BLE001  what that library raises is its own
+        log.warning("reading %s: transformers makes no model of it: %s", path, str(error)[:200])
+        return []
     names = [name for name, _ in model.named_parameters()]
     groups = [n for n in names if n in decaying], [n for n in names if n not in decaying]
     return [[*groups[0], *groups[1]]]
+
+
+def _tame(rows: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of a config what a model's names follow from: not what names code, or weights, that
+    transformers would fetch. Raises Corrupt for counts that fill the memory by themselves."""
+    for name, value in rows:
+        if type(value) is int and value > _MODULES_MAX and re.search("layer|label", name):
+            raise Corrupt(f"reading a config.json: {name!r:.80} is {value}")
+    return {name: value for name, value in rows if not _FETCHED.search(name)}
 
 
 # ---- Accelerate ----------------------------------------------------------------------------------
