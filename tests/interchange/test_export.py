@@ -108,6 +108,15 @@ def test_what_cannot_be_exported_leaves_nothing(store, tmp_path, capsys):
     assert "no weights in 'own', but in model, teacher" in capsys.readouterr().err
     assert run("export", store, "--to", "hf", out, "--config", tmp_path / "none") == 1
     assert run("export", store, "--to", "hf", out, "--dtype", "int8") == 1
+    capsys.readouterr()
+    for kind, *option in (
+        ("torch", "--part", "model"),
+        ("dcp", "--shard-size", "1GB"),
+        ("ucp", "--dtype", "float16"),
+        ("safetensors", "--config", tmp_path),
+    ):
+        assert run("export", store, "--to", kind, out, *option) == 1
+        assert f"no use for {option[0]}" in capsys.readouterr().err
     pack = max((store / "data").glob("*.safetensors"), key=lambda path: path.stat().st_size)
     data = bytearray(pack.read_bytes())
     data[-4096 - 1 :] = bytes(byte ^ 1 for byte in data[-4096 - 1 :])

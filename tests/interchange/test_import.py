@@ -160,6 +160,13 @@ def test_parameters_that_have_numbers(store, tmp_path, capsys):
     assert (
         run("import", tmp_path / "a", store, "--step", "4", "--names", tmp_path / "names.json") == 1
     )
+    (tmp_path / "names.json").write_text("5")
+    assert run("import", tmp_path / "a", store, "--names", tmp_path / "names.json") == 1
+    assert "no list of names" in capsys.readouterr().err
+    assert run("import", tmp_path, store, "--from", "accelerate") == 1
+    assert "is not of save_state()" in capsys.readouterr().err
+    assert run("import", tmp_path / "a", store, "--step", "-1", "--only", "model") == 1
+    assert "is not of step -1" in capsys.readouterr().err
     group["param_names"] = order
     torch.save({**saved, "optimizer": {"state": moved, "param_groups": [group]}}, tmp_path / "b")
     assert run("import", tmp_path / "b", store, "--step", "4") == 0

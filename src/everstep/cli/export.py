@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> Answer:
     disk, steps = split_words(words, 1)
     from everstep.interchange.export import Options, export
 
-    options = Options(args.part, args.dtype, _bytes(args.shard_size), args.config)
+    options = Options(args.part, args.dtype, _bytes(args.shard_size), tuple(args.config))
     name = catalog.find(disk, steps[0] if steps else None)
     with progress_bar("exporting") as progress:
         found = export(disk, name, Path(folder), args.to, options, progress)

@@ -48,7 +48,8 @@ def run(args: argparse.Namespace) -> Answer:
     draft = read_source(args.source, args.kind, Options(args.part, orders, args.only))
     step = draft.step if args.step is None else args.step
     if step is None or not 0 <= step < 10**18:
-        raise ValueError(f"{args.source} does not say of which step it is: say it by --step")
+        why = "does not say of which step it is" if step is None else f"is not of step {step}"
+        raise ValueError(f"{args.source} {why}: say it by --step, from 0 on")
     with progress_bar("importing") as progress:
         name = write(tier_at(args.store), draft, step, branch=args.branch, progress=progress)
     seconds, left_out = progress.seconds, draft.left_out

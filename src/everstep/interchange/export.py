@@ -5,9 +5,9 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ _CONFIG = "config.json"
 _BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model"]
 _BESIDE += ["special_tokens_map.json", "added_tokens.json", "chat_template*"]
 _BESIDE += ["preprocessor_config.json", "processor_config.json"]
+_SAID = {"part": "part", "dtype": "dtype", "shard_bytes": "shard-size", "beside": "config"}
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -77,8 +78,13 @@ def export(
     only read.
 
     Takes memory for two of the largest tensors; of a step that is a log for the whole state.
-    Raises Missing, Corrupt, Conflict where there is something, Unavailable, Unsupported.
+    Raises Missing, Corrupt, Conflict where there is something, Unavailable, Unsupported, ValueError
+    for options that the format has no use for.
     """
+    write, takes = FORMATS[kind]
+    for each in fields(options):
+        if each.name not in takes and getattr(options, each.name) != each.default:
+            raise ValueError(f"exporting to {kind}: there is no use for --{_SAID[each.name]}")
     with Loader() as loader:
         whole = Whole(disk, name, loader)
         if streams := ", ".join(whole.manifest.streams):
@@ -87,7 +93,7 @@ def export(
             )
         with _new_folder(target) as folder:
             export = Export(whole, folder, options, progress)
-            FORMATS[kind](export)
+            write(export)
     return export
 
 
@@ -263,14 +269,26 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
         path.write_text(f"{json.dumps(said, indent=2)}\n")
 
 
-FORMATS: dict[str, Callable[[Export], None]] = {
-    "dcp": lambda to: write_dcp(to.folder, to.tree(by_name=True), to.tensors),
-    "hf": to_hf,
-    "safetensors": to_safetensors,
-    "torch": lambda to: write_torch(
-        to.folder / "checkpoint.pt", to.tree(by_name=False), to.tensors
-    ),
-    "ucp": lambda to: write_universal(to.folder, to.whole, to.tree(by_name=True), to.tensors),
+def to_dcp(export: Export) -> None:
+    """All parts, as get_state_dict() has them."""
+    write_dcp(export.folder, export.tree(by_name=True), export.tensors)
+
+
+def to_torch(export: Export) -> None:
+    """All parts, as state_dict() of each returned them."""
+    write_torch(export.folder / "checkpoint.pt", export.tree(by_name=False), export.tensors)
+
+
+def to_ucp(export: Export) -> None:
+    """A model, its optimizer, and what the engine counts."""
+    write_universal(export.folder, export.whole, export.tree(by_name=True), export.tensors)
+
+
+FORMATS: dict[str, tuple[Callable[[Export], None], Container[str]]] = {
+    "dcp": (to_dcp, {"dtype"}),
+    "hf": (to_hf, _SAID),
+    "safetensors": (to_safetensors, {"part", "dtype", "shard_bytes"}),
+    "torch": (to_torch, {"dtype"}),
+    "ucp": (to_ucp, ()),
 }
-"""All parts, but for a model's weights in "hf"; of torch as state_dict() of each returned them, of
-dcp as get_state_dict() has them."""
+"""What each writes, and the options that it has a use for."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
 from everstep.interchange.generators import RNG, global_generators
@@ -24,6 +24,7 @@ from everstep.interchange.trees import ByRank, Saved, numbered
 log = logging.getLogger("everstep")
 
 _TRAINER_STATE = "trainer_state.json"
+_STATES = "random_states_0.pkl"
 _FSDP = "pytorch_model_fsdp"
 _MODULES_MAX = 100_000
 _FETCHED = re.compile("implementation|backbone|pretrained")
@@ -119,7 +120,10 @@ def _tame(rows: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_accelerate(folder: Path, part: str) -> Saved:
-    """Parts as state_of(accelerator) has them. Raises Unsupported for shards of each rank's own."""
+    """Parts as state_of(accelerator) has them. Raises Missing; Unsupported for shards of each
+    rank's own."""
+    if not is_accelerate(folder):
+        raise Missing(f"importing {folder}: it has no {_STATES}, and so is not of save_state()")
     if any(folder.glob(f"{_FSDP}*_rank*.bin")):
         raise Unsupported(
             f"importing {folder}: each rank has saved its own shards (LOCAL_STATE_DICT, or without "
@@ -144,7 +148,7 @@ def read_accelerate(folder: Path, part: str) -> Saved:
 
 def is_accelerate(folder: Path) -> bool:
     """By what its first rank writes into each."""
-    return (folder / "random_states_0.pkl").is_file()
+    return (folder / _STATES).is_file()
 
 
 def _model(folder: Path, number: int) -> Any:

@@ -73,8 +73,8 @@ def read_names(path: Path) -> list[list[str]]:
         said = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise Corrupt(f"reading {path}: it is no JSON: {error}") from error
-    rows = [row if isinstance(row, list) else [row] for row in said]
-    names = [name for row in rows for name in row]
-    if not isinstance(said, list) or not all(type(name) is str for name in names):
+    rows = said if isinstance(said, list) else [None]
+    names = [name for row in rows for name in (row if isinstance(row, list) else [row])]
+    if not all(type(name) is str for name in names):
         raise Corrupt(f"reading {path}: it is no list of names")
-    return [names, *(row for row in said if isinstance(row, list))]
+    return [names, *(row for row in rows if isinstance(row, list))]
