@@ -278,6 +278,9 @@ def test_usage_errors_exit_with_2(store, capsys):
             run(*words)
         assert exit_.value.code == 2
     capsys.readouterr()
+    with pytest.raises(SystemExit):
+        run("fork", store, "80")
+    assert "a step is missing, or what comes after it" in capsys.readouterr().err
 
 
 def test_help_lists_every_command(capsys):

@@ -83,6 +83,7 @@ def test_where_it_goes_and_what_cannot_be(store, other_store, capsys):
         (1, 2, "--weights", 1, -1),
         (9,),
         ("--last", 0),
+        (1, 3, "--every", 3),
     ):
         assert run("average", store, *words, "--to", other_store) == 1
         assert not other_store.exists()

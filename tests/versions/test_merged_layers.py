@@ -171,6 +171,7 @@ def test_all_that_is_wrong_is_told_at_once(store, other_store, tmp_path, capsys)
         ((other_store, 1), {"tensors": '"model.{0..1"'}),
         (("s3x://what", 1), {"tensors": '"model.layer1.*"'}),
         ((other_store, 1), {"tensors": "7"}),
+        ((other_store, 1), {"tensors": '"model.layer1.*"', "rename": '{ "model.layer" = "x" }'}),
     )
     path.write_text(path.read_text().replace("step = 2 }", "step = 2, epoch = 1 }"))
     path.write_text(path.read_text().replace("step = 9 }", "step = 9, run = 1 }"))
@@ -193,6 +194,7 @@ def test_all_that_is_wrong_is_told_at_once(store, other_store, tmp_path, capsys)
         "no tensor is called 'model.{0..1'",
         "s3x",
         "take 12.tensors is 7 (",
+        "nothing that is taken is called 'model.layer', or in it",
     ):
         assert each in said, each
     assert not new.exists()

@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.versions.average import average
 
     disk, steps = split_words(args.words, len(args.words))
-    if args.last < 1 or args.every < 1:
-        raise ValueError("--last and --every are at least 1")
+    if min(args.last, args.every) < 1 or (steps and (args.last, args.every) != (5, 1)):
+        raise ValueError("--last and --every are at least 1, and choose in place of named steps")
     line = [name for name in catalog.lineage(disk) if name.step % args.every == 0]
     chosen = [catalog.find(disk, each) for each in steps] or line[-args.last :]
     if not chosen:

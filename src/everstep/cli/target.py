@@ -56,7 +56,8 @@ def split_words(words: list[str], steps_max: int, steps_min: int = 0) -> tuple[T
         extra = " ".join(map(repr, steps[steps_max:]))
         raise argparse.ArgumentError(None, f"there is no use for {extra} here")
     if len(steps) < steps_min:
-        raise argparse.ArgumentError(None, "which step? everstep ls lists them")
+        missing = "a step is missing, or what comes after it. everstep ls lists steps"
+        raise argparse.ArgumentError(None, missing)
     if not is_store(store):
         raise Missing(_advice(store))
     disk = tier_at(store)

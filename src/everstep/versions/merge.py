@@ -122,6 +122,9 @@ class _Plan:
         }
         if not chosen:
             self.problems.append(f"{where}: no tensor is called {take.tensors!r}")
+        for old in take.rename:
+            if not any(f"{called}.".startswith(f"{old}.") for called in chosen.values()):
+                self.problems.append(f"{where}: nothing that is taken is called {old!r}, or in it")
         for name, called in chosen.items():
             new = take.renamed(called)
             new = self.base.firsts.get(new, new)
