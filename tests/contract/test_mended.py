@@ -6,11 +6,11 @@ import pytest
 
 import cli_store
 import stores
-from everstep import Conflict, Store
+from everstep import Store
 from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.store import catalog, commit, names
-from everstep.store.copy import Copier
+from everstep.store.copy import Copier, fork
 from everstep.store.repair import Mender
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
@@ -138,11 +138,27 @@ def test_what_is_damaged_in_both_stays_and_is_told(pair, capsys):
     assert one.read(paths[0]) == flip(flip(one.read(paths[0])))
 
 
-def test_only_the_same_run_can_help(pair, tmp_path, capsys):
+def test_of_another_run_only_what_has_a_digest_can_help(pair, tmp_path, capsys):
+    """As a fork has it, and its origin. What has a name may mean something else there."""
     one, _ = pair
-    cli_store.make_logged(tmp_path / "stranger")
-    with pytest.raises(Conflict, match="another run"):
-        Mender(one, Disk(tmp_path / "stranger"))
+    fork(one, forked := Disk(tmp_path / "fork", stores.Unsynced()), LOG)
+    paths = [path_of(one, what) for what in ("pack", "table", "epoch")]
+    for path in paths:
+        one.replace(path, flip(one.read(path)))
+    assert main(["verify", str(one.root), "--repair", "--from", str(forked.root), "--json"]) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert set(said["mended"]) == set(paths[:2])
+    [problems] = said["problems"].values()
+    assert "cannot be mended" in problems[-1]
+    assert "another run" in problems[-1]
+    one.replace(paths[2], forked.read(paths[2]))
+    assert Store(one.root).verify().ok
+
+
+def test_where_it_should_come_from_must_be_there(pair, tmp_path, capsys):
+    one, _ = pair
+    assert main(["verify", str(one.root), "--repair", "--from", str(tmp_path / "typo")]) == 1
+    assert "typo" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["verify", str(one.root), "--repair"])
     assert "--from STORE" in capsys.readouterr().err

@@ -30,12 +30,13 @@ def run(args: argparse.Namespace) -> Answer:
     disk, steps = split_words(args.words, 1)
     if args.repair != (args.source is not None):
         raise argparse.ArgumentError(None, "--repair and --from STORE go together")
+    mender = Mender(disk, tier_at(args.source)) if args.repair else None
     with progress_bar("verifying") as progress:
         verdict = Store(disk.root).verify(steps[0] if steps else None, progress)
     seconds = progress.seconds
-    mended: list[str] = []
-    if args.repair and not verdict.ok:
-        verdict, mended = _repair(disk, tier_at(args.source), verdict)
+    if mender:
+        verdict = _repair(mender, verdict)
+    mended = mender.mended if mender else []
     cut_off = [] if verdict.ok else _cut_off(disk, verdict)
     more = {"ok": verdict.ok, "seconds": seconds, "cut_off": cut_off, "mended": mended}
     lines = [f"mended {each} from {args.source}" for each in mended]
@@ -43,9 +44,8 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(asdict(verdict) | more, lines, 0 if verdict.ok else 1)
 
 
-def _repair(disk: Tier, source: Tier, verdict: Verdict) -> tuple[Verdict, list[str]]:
-    """The verdict afterwards, and what was mended."""
-    mender = Mender(disk, source)
+def _repair(mender: Mender, verdict: Verdict) -> Verdict:
+    """The verdict afterwards."""
     left = dict(verdict.problems)
     for folder in verdict.problems:
         name = names.parse_checkpoint(folder)
@@ -54,7 +54,7 @@ def _repair(disk: Tier, source: Tier, verdict: Verdict) -> tuple[Verdict, list[s
             del left[folder]
         except EverstepError as error:
             left[folder] = [*left[folder], f"it cannot be mended: {error}"]
-    return replace(verdict, problems=left), mender.mended
+    return replace(verdict, problems=left)
 
 
 def _cut_off(disk: Tier, verdict: Verdict) -> list[str]:

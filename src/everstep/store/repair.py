@@ -1,4 +1,5 @@
-"""Mending: what digests prove to be damaged is taken from another tier that has the same run.
+"""Mending: what digests prove to be damaged is taken from another store that has it: a tier of the
+same run, or of what has a digest that of a fork or its origin.
 
 Nothing is written to in place. A file of the same name, whose bytes are verified, takes the place
 of the damaged one at once: who reads meanwhile, reads the one or the other.
@@ -18,8 +19,8 @@ class Mender:
     with the other one's copy, where that is bad or gone, too."""
 
     def __init__(self, tier: Tier, source: Tier) -> None:
-        """Raises Conflict where they are of two runs, Missing where there is no source."""
-        check_run(source, tier)
+        """Raises Missing where there is no source."""
+        catalog.read_run(source)
         self._tier, self._source = tier, source
         self.mended: list[str] = []
         """What was bad, and is right now: paths in the store."""
@@ -66,6 +67,8 @@ class Mender:
         try:
             read(self._tier, what)
         except (Corrupt, Missing):
+            if not path.startswith(names.DATA):  # another run's may mean something else
+                check_run(self._source, self._tier)
             read(self._source, what)
             self._tier.replace(path, self._source.read(path))
             self.mended.append(path)
