@@ -91,7 +91,7 @@ class SaveHandle:
         if not is_there:
             raise TimeoutError(
                 f"waiting for step {self.step} to be {level}: it is "
-                f"{self.level or 'being copied'} after {timeout} s"
+                f"{self.level or 'being copied'} after {timeout:.3g} s"
             )
         error = self.error or self.problems.get(level)
         if error is not None and not self._has(level):

@@ -14,7 +14,7 @@ from everstep.sharding.mapped import Layout
 from everstep.sharding.ranked import ByRank
 from everstep.store.retain import Keep
 from everstep.tiers.objects import Url
-from everstep.tiers.tier import Tier, name_of, tier_at
+from everstep.tiers.tier import Tier, Union, name_of, tier_at
 
 _PATIENCE_S = 10.0
 """With a tier beside the store, while training or a restore waits for it."""
@@ -185,14 +185,15 @@ class Tiers:
             raise ValueError(f"route={self.route!r} needs remote=, the tier to route to")
 
     def remote_of(self, store: Tier) -> Tier | None:
-        """The remote tier of a store, where there is one. Raises ValueError where it is none."""
+        """The remote tier of a store, where there is one; where it does not answer once, nothing
+        else waits for it for a while. Raises ValueError where it is none."""
         if self.remote is None:
             return None
         if isinstance(store.root, Url):
             raise ValueError(f"remote={str(self.remote)!r}: the store is a bucket already")
         if name_of(self.remote) == name_of(store.root):
             raise ValueError(f"remote={str(self.remote)!r} is the store itself")
-        return tier_at(self.remote, patience_s=_PATIENCE_S)
+        return Union([tier_at(self.remote, patience_s=_PATIENCE_S)])
 
     def to_json(self) -> dict[str, Any]:
         """As it goes to the keeper."""

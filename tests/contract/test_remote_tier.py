@@ -21,6 +21,7 @@ from everstep.keeper.router import Router
 from everstep.store import catalog
 from everstep.store.copy import Copier
 from everstep.store.names import epoch_path, manifest_path
+from everstep.tiers.bucket import Bucket
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
 from examples import slow
@@ -205,15 +206,32 @@ def test_training_goes_on_while_the_bucket_is_away(local, proxied, caplog):
 
 
 @pytest.mark.usefixtures("hasty")
-def test_a_run_never_begins_anew_because_a_tier_is_away(local, proxied):
+def test_a_run_never_begins_anew_because_a_tier_is_away(local, proxied, monkeypatch):
     bucket, proxy = proxied
+    telling = Bucket._telling
     run(trains, local, bucket, "full", None, 3)
     end_keeper(local)
     shutil.rmtree(local)
     proxy.is_away = True
+    asked = []
+    monkeypatch.setattr(Bucket, "_telling", lambda *args: asked.append(args) or telling(*args))
     checkpointer = everstep.Checkpointer(local, build(), tiers=Tiers(remote=bucket))
     with checkpointer, pytest.raises(Unavailable, match="another tier does not answer"):
         checkpointer.restore()
+    assert len(asked) == 1  # each call is one that is waited for
+
+
+def test_a_bucket_that_takes_nothing_is_told_to_each_trainer(local, proxied, caplog):
+    bucket, proxy = proxied
+    run(trains, local, bucket, "full", None, 3)
+    proxy.refuses = lambda method, headers: (403, "AccessDenied") if method == "PUT" else None
+    for step in (4, 5):
+        caplog.clear()
+        with everstep.Checkpointer(local, build(), tiers=Tiers(remote=bucket)) as checkpointer:
+            assert checkpointer.restore() == step - 1
+            checkpointer.save(step).wait("local", timeout=60)
+            until(lambda: f"What is due in {bucket} waits" in caplog.text, "nothing is said")
+            assert "do not allow it" in checkpointer.metrics.tiers["remote"]["problem"]
 
 
 def meets_another(writer):

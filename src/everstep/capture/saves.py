@@ -221,6 +221,10 @@ class Saves:
             self.still.hear(message["seen"])
         elif message["type"] == "level":
             self._on_level(message)
+        elif message["type"] == "tier":
+            traffic = message["traffic"]
+            self._metrics.tiers[traffic["level"]] = traffic
+            log.warning("%s. What is due in %s waits", traffic["problem"], traffic["place"])
         elif message["type"] in ("replica", "no_replica"):
             self._on_replica(message)
 

@@ -12,7 +12,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -58,9 +58,11 @@ class Traffic:
     """time.time() at which that was told."""
     problem: str | None = None
 
-    def note(self, step: int) -> None:
-        """It has this step."""
+    def note(self, step: int, size: int = 0, seconds: float = 0.0) -> None:
+        """It has this step, which took so many bytes and seconds."""
         self.copied += 1
+        self.bytes += size
+        self.seconds += seconds
         if step >= (self.newest or 0):
             self.newest, self.newest_at = step, time.time()
 
@@ -81,7 +83,7 @@ class Copies(ABC):
         self.speed = Speed()
         self.conflict: Conflict | None = None
         """Another writer has taken the tier over: nothing more of this run's counts."""
-        self.told: deque[wire.Message] = deque(maxlen=_TOLD_MAX)
+        self._told: deque[wire.Message] = deque(maxlen=_TOLD_MAX)
         self._place, self._tell = place, tell
         self._waiting: set[CheckpointName] = set()
         self._changed = threading.Condition()
@@ -105,6 +107,12 @@ class Copies(ABC):
         """For who looks on."""
         with self._changed:
             return self.traffic.status(len(self._waiting), self.speed)
+
+    def news(self) -> Iterator[wire.Message]:
+        """What a trainer that comes has missed."""
+        yield from list(self._told)
+        if self.traffic.problem:
+            yield {"type": "tier", "traffic": self.status()}
 
     def close(self) -> None:
         """End the thread; what it is copying is broken off at the next block of bytes."""
@@ -214,8 +222,8 @@ class Copies(ABC):
     def _say(self, name: CheckpointName, error: EverstepError | None = None) -> None:
         said = wire.failure(error) if error else {}
         at = {"level": self.traffic.level, "step": name.step, "epoch": name.epoch}
-        self.told.append({"type": "level", "traffic": self.status(), **at, **said})
-        self._tell(self.told[-1])
+        self._told.append({"type": "level", "traffic": self.status(), **at, **said})
+        self._tell(self._told[-1])
 
     def _end(self, error: EverstepError) -> None:
         """Nothing goes there any more."""
@@ -228,9 +236,10 @@ class Copies(ABC):
             self._give_up(name, error)
 
     def _note_problem(self, error: EverstepError) -> None:
-        if self.traffic.problem is None:
+        is_new, self.traffic.problem = self.traffic.problem is None, str(error)
+        if is_new:
             log.warning("%s. What is due in %s waits", error, self._place)
-        self.traffic.problem = str(error)
+            self._tell({"type": "tier", "traffic": self.status()})
 
     def _look_up(self, done: int, total: int) -> None:
         del done, total

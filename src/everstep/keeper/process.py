@@ -192,7 +192,7 @@ class Keeper:
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
         if remote := session.team.writer.remote:
-            for message in list(remote.told):
+            for message in remote.news():
                 session.tell(message)
 
     def _begin(self, pid: int, hello: wire.Message) -> Session:

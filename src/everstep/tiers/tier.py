@@ -102,7 +102,8 @@ class Union:
 
     def _leave_out(self, tier: "Readable", problem: Unavailable) -> None:
         self._away[id(tier)] = time.monotonic() + _AWAY_S, problem
-        log.warning("%s. The other tiers are read without it", problem)
+        if len(self.tiers) > 1:
+            log.warning("%s. The other tiers are read without it", problem)
 
 
 Tier = Disk | Bucket | Union
