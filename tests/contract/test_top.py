@@ -39,6 +39,8 @@ def test_a_snapshot_tells_tiers_and_trainers(running, capsys):
     assert (tier["level"], tier["newest"], tier["copied"], tier["waiting"]) == ("remote", 3, 3, 0)
     assert (local["newest"], local["copied"], local["waiting"]) == (3, 3, 0)
     assert (local["level"], local["place"]) == ("local", str(store))
+    assert local["bytes"] > 3 * 1600
+    assert local["seconds"] > 0
     assert 0 <= found["time"] - local["newest_at"] < 600
     assert trainer["lives"]
     assert trainer["memory_bytes"] > 3 * 1600

@@ -392,7 +392,7 @@ class Team:
             self.writer.remote.note(outcome.name, is_there=outcome.is_routed)
         if outcome.is_routed:
             return
-        self.traffic.note(outcome.name.step)
+        self.traffic.note(outcome.name.step, outcome.bytes, outcome.seconds)
         if self.replica:
             self.replica.note(outcome.name)
         if self.live:
