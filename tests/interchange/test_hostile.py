@@ -313,6 +313,18 @@ def test_paths_do_not_leave_the_folder(tmp_path, bad):
         imported(folder, tmp_path / "store")
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "a"])
+def test_what_is_no_file_is_not_waited_for(tmp_path, name, make):
+    index = {"weight_map": {"w": "a"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if name != "a":
+        (tmp_path / "model.safetensors.index.json").unlink()
+    make(tmp_path / name)
+    with pytest.raises(Corrupt):
+        imported(tmp_path, tmp_path / "store")
+
+
 def nested(count):
     """Lists that are twice in each other: 2 to the power of count, in some bytes."""
     return b"\x80\x02]q\x00" + b"".join(

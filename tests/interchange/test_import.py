@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from trained import Job
 
@@ -268,6 +270,25 @@ def test_files_of_safetensors(store, tmp_path, capsys):
     with Checkpointer(store, {"model": other.model}) as checkpointer:
         checkpointer.restore()
     assert torch.equal(other.model.head.weight, job.model.head.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_safetensors_of_dcp(store, tmp_path, capsys):
+    state, form = {"a": torch.arange(6.0), "b": torch.ones(2)}, SerializationFormat.SAFETENSORS
+    dcp.save(state, storage_writer=FileSystemWriter(tmp_path / "dcp", serialization_format=form))
+    assert run("import", tmp_path / "dcp", store, "--step", "1") == 1
+    assert "Unsupported" in capsys.readouterr().err
+    writer = HuggingFaceStorageWriter(tmp_path / "whole", {"a": 1, "b": 2}, save_distributed=False)
+    dcp.save(state, storage_writer=writer)
+    assert run("import", tmp_path / "whole", store, "--step", "1") == 0
+    dcp.save(
+        state,
+        storage_writer=HuggingFaceStorageWriter(str(tmp_path / "ranks"), save_distributed=True),
+    )
+    (one,) = (tmp_path / "ranks").rglob("shard-*")
+    capsys.readouterr()
+    assert run("import", one, store, "--step", "2") == 1  # of each tensor what that rank has
+    assert "consolidate" in capsys.readouterr().err
 
 
 def test_all_dtypes_of_safetensors(store, tmp_path):

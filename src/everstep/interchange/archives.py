@@ -12,7 +12,7 @@ from typing import Any
 
 from everstep.errors import Corrupt, Unavailable, Unsupported
 from everstep.interchange.pickles import read_pickle
-from everstep.interchange.tensors import Stretch
+from everstep.interchange.tensors import Stretch, regular
 
 PICKLE_BYTES_MAX = 1 << 28
 _DIRECTORY_BYTES_MAX = 1 << 26
@@ -45,6 +45,10 @@ def load_piece(lies: Stretch, where: object) -> Any:
     except OSError as error:
         raise Unavailable(f"reading {lies.path}: {error.strerror or error}") from error
     except _BROKEN as error:
+        if lies.size > 8 and lies.part(8, 1).read() == b"{":
+            raise Unsupported(
+                f"reading {where}: it is safetensors. DCP has to save as TORCH_SAVE, its default"
+            ) from error
         raise Corrupt(f"reading {where}: it is no whole zip: {error}") from error
     data = records["data.pkl"]
     if data.size > PICKLE_BYTES_MAX:
@@ -53,7 +57,7 @@ def load_piece(lies: Stretch, where: object) -> Any:
 
 
 def _records(lies: Stretch, where: object) -> dict[str, Stretch]:
-    there, found = lies.path.stat().st_size, dict[str, Stretch]()
+    there, found = regular(lies.path).stat().st_size, dict[str, Stretch]()
     if lies.offset < 0 or lies.size < 0 or lies.offset + lies.size > there:
         raise Corrupt(
             f"reading {lies.path}: {lies.size} bytes at {lies.offset} are named, it has {there}"

@@ -18,7 +18,7 @@ from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.integrations.transformers import COUNTED
 from everstep.interchange import archives, dcp, safetensors
 from everstep.interchange.generators import RNG, global_generators
-from everstep.interchange.tensors import Found
+from everstep.interchange.tensors import Found, regular
 from everstep.interchange.trees import ByRank, Saved, numbered
 
 log = logging.getLogger("everstep")
@@ -36,7 +36,7 @@ _FETCHED = re.compile("implementation|backbone|pretrained")
 def read_trainer(folder: Path, part: str) -> Saved:
     """Parts as everstep_trainer() has them. The optimizer's parameters are in the order that the
     installed transformers gives the model of config.json."""
-    state = json.loads((folder / _TRAINER_STATE).read_bytes())
+    state = json.loads(regular(folder / _TRAINER_STATE).read_bytes())
     tree: dict[str, Any] = {
         part: _weights(folder, ""),
         "optimizer": _file_or_shards(folder / "optimizer.pt", folder / "optimizer_0", "optimizer"),

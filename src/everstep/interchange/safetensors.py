@@ -13,7 +13,7 @@ from typing import Any
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import CARRIED, ITEM_SIZES
 from everstep.format.packs import Entries
-from everstep.interchange.tensors import Found, Stretch, lengths, named
+from everstep.interchange.tensors import Found, Stretch, lengths, named, regular
 
 INDEX = "*.safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
@@ -67,7 +67,7 @@ def read_weights(path: Path) -> dict[str, Found]:
 
 def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
     shards: dict[str, list[str]] = {}
-    for name, file in json.loads(index.read_bytes())["weight_map"].items():
+    for name, file in json.loads(regular(index).read_bytes())["weight_map"].items():
         shards.setdefault(file, []).append(name)
     found: dict[str, Found] = {}
     for file, names in shards.items():
@@ -81,14 +81,19 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
 def read_file(path: Path) -> dict[str, Found]:
     """The tensors of a file, whose bytes are read later. Raises Corrupt, Unsupported, and what
     nonsense comes to (sources.read_source)."""
-    size = path.stat().st_size
+    size = regular(path).stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
             raise Corrupt(f"reading {path}: a header of {length} bytes in a file of {size}")
         text = file.read(length)
     rows = json.loads(text, object_pairs_hook=_pairs)
-    rows.pop("__metadata__", None)
+    said = rows.pop("__metadata__", None) or ()
+    if "DCP_SHARDING_INFO" in said and path.name.startswith("shard-"):
+        raise Unsupported(
+            f"reading {path}: it has one rank's shards. torch makes whole files of all of them: "
+            f"consolidate_safetensors_files()"
+        )
     return {name: _found(path, name, row, 8 + length, size) for name, row in rows.items()}
 
 

@@ -73,6 +73,13 @@ def named(folder: Path, name: object, where: object) -> Path:
     return folder / name
 
 
+def regular(path: Path) -> Path:
+    """That file. Raises Corrupt where something else has its name, which might never end."""
+    if path.exists() and not path.is_file():
+        raise Corrupt(f"reading {path}: it is no file")
+    return path
+
+
 def lengths(value: Any) -> tuple[int, ...]:
     """A shape, offsets or strides. Raises ValueError for what is none."""
     is_short = isinstance(value, (list, tuple)) and len(value) <= _DIMS_MAX
