@@ -247,7 +247,7 @@ def before(partner, tmp_path):
     trainer = make_store(tmp_path / "own", [1, 2, 3])
     service = Attentive(Holding(Memory(0), trainer.disk), Address("127.0.0.1", 0, "5e" * 32))
     source = service.address.peer("store")
-    partner.holding.meet(everstep.Store(tmp_path / "own").run, source, 0)
+    partner.holding.meet(everstep.Store(tmp_path / "own").run, source, (0,))
     yield trainer
     source.close()
     end(service)
@@ -278,7 +278,7 @@ def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, before, tm
     Copier(memory, Disk(tmp_path / "back")).copy(CheckpointName(6, 1))
     assert everstep.Store(tmp_path / "back").verify().ok
     assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
-    partner.holding.meet("another run", None, 0)
+    partner.holding.meet("another run", None, ())
     assert partner.memory.used_bytes == 0
     with pytest.raises(Unavailable, match="has not met the one before it"):
         holds(6)

@@ -413,6 +413,7 @@ def test_what_makes_no_sense_is_left_to_who_tells_of_it(local, tmp_path):
     """The keeper does not end by it, and the next one, and so on."""
     trainer, target = make_store(local, []), Disk(tmp_path / "remote")
     copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None)
+    copies.begin()
     router = Router("remote", trainer.writer, copies)
     job = trainer.seal(1)
     trainer.arena.descriptor(job.slot, job.row)[:4] = b"junk"
@@ -426,6 +427,7 @@ def test_what_is_there_is_not_given_up(local, tmp_path):
     """While a large copy takes its time, many steps are routed."""
     trainer, target = make_store(local, []), Disk(tmp_path / "remote")
     copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None)
+    copies.begin()
     copies.close()
     copies._thread.join()
     for step in range(20):
@@ -438,6 +440,7 @@ def test_by_what_is_measured(local, tmp_path):
     trainer = make_store(local, [])
     target = Disk(tmp_path / "remote")
     copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None)
+    copies.begin()
     router = Router("auto", trainer.writer, copies)
 
     def tier_of(step):

@@ -19,6 +19,7 @@ from test_thinned_ranks import THIN, check_plans, planned
 
 from comparing import check_equal, check_stored, stored_name
 from everstep import EverstepError, Keep, Missing, Store, Tiers
+from everstep.cli.top import status
 from examples import slow
 from processes import until
 from stores import keeper_pid, packs_of
@@ -192,6 +193,60 @@ def test_the_loss_of_a_node_loses_a_step_at_most(
         check_equal(state, trains_alone_on(gang, size, last)[last])
 
 
+def restores_alone(files, store, nodes, **options):
+    """Restores, tells the step, and makes no other one until it is killed."""
+    job = zoo.build("fsdp2", RECIPE)
+    with attached(job, store, nodes=nodes, **{"tiers": Tiers(peers=1), **options}) as made:
+        note_step(files, made.restore())
+        signal.pause()
+
+
+def newest_of(folders, node, level):
+    """The newest step that there is of this level, by what the node's keeper says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EVERSTEP_RUNTIME_DIR", str(at(folders, node) / "run"))
+        patch.setenv("EVERSTEP_NODE", node)
+        said = status(str(at(folders, node) / "store"))
+    return next(tier["newest"] for tier in said["tiers"] if tier["level"] == level)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["full", THIN, "log"])
+@pytest.mark.parametrize(
+    ("nodes", "lost", "then"),
+    [("ab", "b", "ab"), ("ab", "a", "ab"), ("ab", "a", "ba"), ("abc", "b", "abc")],
+)
+def test_nodes_are_lost_one_after_another_before_a_new_step(
+    gang, folders, files, impatient, nodes, lost, then, strategy
+):
+    """What is restored is held twice again, also where nodes come back by other numbers."""
+    size = len(nodes)
+    gang.start(on_node, folders, nodes, trains_on, files, size=size, strategy=strategy)
+    until(lambda: newest(files, size) >= 5, "it did not come to that")
+    lose(gang, folders, nodes, lost)
+    least = newest(files, size) - 1
+    for node in [*nodes, lost]:
+        for note in files.iterdir():
+            note.unlink()
+        gang.start(on_node, folders, then, restores_alone, files, size=size, strategy=strategy)
+        until(lambda: newest(files, size), "it did not restore")
+        first = newest(files, size)
+        assert first >= least
+        until(
+            lambda: all(newest_of(folders, each, "replicated") == first for each in nodes),  # noqa: B023
+            "it is not held by several nodes again",
+        )
+        lose(gang, folders, then, node)
+    first, begun, _ = gang.run(
+        on_node, folders, then, trains_on, files, size=size, strategy=strategy, last=0
+    )[0]
+    assert first >= least
+    alone = trains_alone_on(gang, size, first)
+    survivor = next(each for each in nodes if each != lost)
+    stored = at(folders, survivor) / "store"
+    check_equal(begun, planned(stored, first, alone) if strategy is THIN else alone[first])
+
+
 def check_each_has_its_own(folders, nodes, first):
     """Four steps later, though the last but one is deleted."""
     for node in sorted(set(nodes)):
@@ -264,6 +319,33 @@ def copies(remote, store, nodes, last, strategy):
             made.step(step)
         made.wait("remote", timeout=60)
     return first, begun, job.full_state()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["a", "b"])
+def test_what_a_lost_node_has_left_in_memory_reaches_the_remote_tier(
+    gang, folders, files, impatient, lost
+):
+    """It was due there while that was away."""
+    remote = folders / "remote"
+    options = {"size": 2, "strategy": "full", "tiers": Tiers(remote=remote, peers=1)}
+    gang.start(on_node, folders, "ab", trains_on, files, **options)
+    until(lambda: newest(files, 2) >= 3, "it did not come to that")
+    remote.rename(folders / "away")
+    remote.write_bytes(b"")
+    before = Store(folders / "away").latest() or 0
+    until(lambda: newest(files, 2) >= before + 4, "it did not come to that")
+    lose(gang, folders, "ab", lost)
+    (files / "0").unlink()
+    remote.unlink()
+    (folders / "away").rename(remote)
+    gang.start(on_node, folders, "ab", restores_alone, files, **options)
+    until(lambda: newest(files, 2), "it did not restore")
+    first = newest(files, 2)
+    assert first > before
+    until(lambda: newest_of(folders, "a", "remote") == first, "it is not in the remote tier")
+    assert Store(remote).verify(first).ok
+    gang.kill()
 
 
 @pytest.mark.slow

@@ -184,6 +184,10 @@ class Client:
         self._partners = partners
         self._request({"type": "partners", "partners": partners})
 
+    def tell_restored(self, name: CheckpointName) -> None:
+        """Tell which checkpoint of this run it goes on from."""
+        self._send({"type": "restored", "name": name})
+
     def add_arena(self, key: str, arena: Arena) -> None:
         """Give the keeper an arena, which the client owns from now on; it is handed over again to
         whichever keeper comes next."""

@@ -26,7 +26,7 @@ from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
 from everstep.tiers.route import next_copy
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Tier, Union
 
 log = logging.getLogger("everstep.keeper")
 
@@ -87,11 +87,16 @@ class Copies(ABC):
         self._place, self._tell = place, tell
         self._waiting: set[CheckpointName] = set()
         self._changed = threading.Condition()
-        self._had_newest = False
-        self._is_busy = True
+        self._had_newest = self._is_busy = False
         self._moved = time.monotonic()
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"everstep-{level}", daemon=True)
+
+    def begin(self) -> None:
+        """Start the thread, where it has not begun."""
+        if self._thread.ident is None:
+            self._is_busy = True
+            self._thread.start()
 
     def note(self, name: CheckpointName) -> None:
         """A step was committed. Does not block."""
@@ -262,10 +267,11 @@ class RemoteCopies(Copies):
         watches: bool = False,
     ) -> None:
         """`every`: such steps are due, and tagged ones. `keep`: the tier's own retention.
-        `watches`: another node's keeper copies, and this one only tells of it."""
+        `watches`: another node's keeper copies, and this one only tells of it. Nothing is copied
+        before `begin`."""
         super().__init__("remote", tier.root, tell)
         self.copier = Copier(disk, tier, progress=self._look_up)
-        """Of the store, or where each node has one of its own, of all of them as one."""
+        """Of the store, or where each node has one of its own, of all that they have as one."""
         self.tier = tier
         self._disk, self._watches = disk, watches
         self._every, self._keep = every, keep
@@ -273,7 +279,6 @@ class RemoteCopies(Copies):
         self._routed: set[CheckpointName] = set()
         """What is there already, and was never in the store."""
         self._presence = Presence(tier)
-        self._thread.start()
 
     @property
     def is_awaited(self) -> bool:
@@ -325,15 +330,15 @@ class RemoteCopies(Copies):
     def _tags(self) -> dict[str, CheckpointName]:
         """Those that can be read: who looks at the store is told of the others."""
         found = {}
-        for tag in catalog.tags(self._disk):
+        for tag in catalog.tags(self.copier.source):
             with contextlib.suppress(Missing, Corrupt):
-                found[tag] = catalog.read_tag(self._disk, tag)
+                found[tag] = catalog.read_tag(self.copier.source, tag)
         return found
 
     def _left(self) -> set[CheckpointName]:
         """What is due and not there: of a run that goes on, the newest of it."""
         there, tagged = set(catalog.committed(self.tier)), self._tagged()
-        run = catalog.lineage(self._disk)
+        run = catalog.lineage(self.copier.source)
         run = [name for name in run if self.takes(name.step) or name in tagged]
         wanted = {name for name in run if name in tagged} | set(run[-BACKLOG_MAX:])
         for name in sorted(wanted & there):
@@ -343,7 +348,12 @@ class RemoteCopies(Copies):
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
         lead(self._disk, self.tier)
         tags = [tag for tag, at in self._tags().items() if at == name]
-        copied = self.copier.copy(name, tags)
+        try:
+            copied = self.copier.copy(name, tags)
+        except (Missing, Corrupt) as error:
+            if isinstance(source := self.copier.source, Union) and (away := source.problem):
+                raise away from error  # the node that has it may come back
+            raise
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:
@@ -367,12 +377,30 @@ class Replica(Copies):
 
     backlog_max = 1
 
-    def __init__(self, partner: Peer, tell: Callable[[wire.Message], None]) -> None:
+    def __init__(
+        self, partner: Peer, own: Copier | None, tell: Callable[[wire.Message], None]
+    ) -> None:
+        """`own`: to this node's own store, of what belongs there, from wherever that is."""
         super().__init__("replicated", partner.root, tell)
-        self._partner = partner
-        self._thread.start()
+        self._partner, self._own = partner, own
+        self._restored: CheckpointName | None = None
+        self.begin()
+
+    def note(self, name: CheckpointName) -> None:
+        """See Copies."""
+        with self._changed:  # which goes back to that, or needs it no more
+            self._waiting -= {self._restored}
+        super().note(name)
+
+    def restored(self, name: CheckpointName) -> None:
+        """The run goes on from there. A node that was lost has nothing of it by then, and of the
+        others' nobody holds what that one did: both are as before after this. Does not block."""
+        self._restored = name
+        super().note(name)
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
+        if self._own and name == self._restored:
+            self._own.copy(name)
         said = self._partner.hold(str(name), self._look_up)
         new = map(names.parse_checkpoint, said["checkpoints"])
         return [each for each in new if each], said["bytes"]

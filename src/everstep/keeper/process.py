@@ -17,6 +17,7 @@ import socket
 import threading
 import time
 
+from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import SlotState
 from everstep.keeper.copies import RemoteCopies
@@ -233,7 +234,7 @@ class Keeper:
         node = (place.node - 1) % place.nodes
         before = partners["nodes"][node] if partners["replicates"] else None
         source = Address.of(before).peer("store") if before else None
-        self._holding.meet(str(partners["run"]), source, node)
+        self._holding.meet(str(partners["run"]), source, place.parts_of(node))
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""
@@ -323,6 +324,8 @@ class Keeper:
                 self._meet(session.team.place, partners)
                 session.team.meet(partners)
                 session.tell({"type": "met", "id": number})
+            case {"type": "restored", "name": [int(step), int(epoch)]}:
+                session.team.restored(CheckpointName(wire.number(step), wire.number(epoch)))
             case {"type": "detach"}:
                 session.detached = True
                 self._abandon(session)

@@ -15,6 +15,7 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Collection
 from contextlib import closing, suppress
 from typing import Any, NamedTuple
 
@@ -112,12 +113,12 @@ class Holding:
     def __init__(self, memory: Memory, store: Tier) -> None:
         self.memory = memory
         self._tiers: dict[str, Readable] = {"memory": memory, "store": store}
-        self._source: tuple[Peer, int] | None = None
+        self._source: tuple[Peer, Collection[int]] | None = None
 
-    def meet(self, run: str, source: Peer | None, node: int) -> None:
-        """Whose checkpoints are held: those of node number `node`, with that store. What is there
-        of another run is of no use: its store was put away."""
-        self._source = (source, node) if source else None
+    def meet(self, run: str, source: Peer | None, parts: Collection[int]) -> None:
+        """Whose checkpoints are held: those of the node with that store, whose parts have these
+        numbers. What is there of another run is of no use: its store was put away."""
+        self._source = (source, parts) if source else None
         with suppress(Missing, Corrupt):
             if catalog.read_run(self.memory) == run:
                 return
@@ -159,13 +160,13 @@ class Holding:
         nothing else is needed any more: older ones, and what was taken of some in vain."""
         if name is None or self._source is None:
             raise Unavailable(f"holding {name}: this node has not met the one before it")
-        source, node = self._source
+        source, parts = self._source
 
         def progress(done: int, total: int) -> None:
             link.send({"done": done, "total": total})
 
         memory = self.memory
-        copied = Copier(source, memory, (node,), progress).copy(name)
+        copied = Copier(source, memory, parts, progress).copy(name)
         manifest = catalog.read_manifest(memory, name)
         newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))
         if manifest.previous is None and name == newest:

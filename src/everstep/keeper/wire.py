@@ -23,6 +23,9 @@ TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
 Message = dict[str, Any]
 
 
+_NODES_MAX = 1 << 20
+
+
 class Place(NamedTuple):
     """Where a rank is: its run's attachment (`id`; None: a run of one process), the numbers of the
     ranks of its node, by local number, which of the run's nodes that is (0 is that of rank 0, which
@@ -50,6 +53,11 @@ class Place(NamedTuple):
     def commits(self) -> bool:
         """Whether manifests are this node's to create."""
         return self.node == 0
+
+    def parts_of(self, node: int) -> range:
+        """Numbers of the parts that lie in this node's store: its own, and those that other numbers
+        of nodes have left without one."""
+        return range(node, _NODES_MAX, self.nodes)
 
     def named(self, number: int) -> str:
         """Of whom a document in the store is: an epoch of claim `number` of this run, or a part

@@ -211,6 +211,7 @@ class Restores:
         self.derived.restored(manifest.step)
         if candidate.disk is self.disk:
             self.captures.restored(candidate.name)
+            self.client.tell_restored(candidate.name)
         self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)

@@ -82,7 +82,7 @@ def check_run(source: Readable, target: Readable) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A checkpoint of the source as it lies there. `is_there`: the target has its manifest."""
+    """A checkpoint of the source as it lies there. `is_there`: the target has it."""
 
     name: CheckpointName
     document: bytes
@@ -112,18 +112,22 @@ class _Step:
         return previous.name
 
 
-def _to_copy(source: Readable, target: Target, name: CheckpointName) -> list[_Step]:
+def _to_copy(
+    source: Readable, target: Target, name: CheckpointName, nodes: Collection[int]
+) -> list[_Step]:
     """What the target lacks, oldest first. Where it has a checkpoint, it has what that goes back
-    to."""
-    steps = [_read_step(source, target, name)]
+    to. `nodes`: whose packs it may lack though it has the manifest."""
+    steps = [_read_step(source, target, name, nodes)]
     while not steps[0].is_there and (behind := steps[0].behind):
         catalog.check_previous(source, steps[0].manifest)
-        steps.insert(0, _read_step(source, target, behind))
+        steps.insert(0, _read_step(source, target, behind, nodes))
     check_follows(steps[0].manifest, steps[0].name)
     return [step for step in steps if step.name == name or not step.is_there]
 
 
-def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
+def _read_step(
+    source: Readable, target: Target, name: CheckpointName, nodes: Collection[int]
+) -> _Step:
     """Raises Missing, Corrupt; Conflict where the target has another one."""
     document, manifest = catalog.read_manifest_document(source, name)
     there = _find(target, names.manifest_path(name))
@@ -136,7 +140,9 @@ def _read_step(source: Readable, target: Target, name: CheckpointName) -> _Step:
     state = catalog.read_state(source, name) if manifest.records else None
     state_document = source.read(names.state_path(name)) if state else None
     streams = tuple(catalog.read_stream(source, each) for each in manifest.streams.values())
-    return _Step(name, document, manifest, state_document, state, streams, there is not None)
+    own = (pack for part in manifest.all_parts if part.rank in nodes for pack in part.packs)
+    is_there = there is not None and all(target.size(pack.path) == pack.size for pack in own)
+    return _Step(name, document, manifest, state_document, state, streams, is_there)
 
 
 def _is_same(target: Readable, name: CheckpointName, manifest: Manifest) -> bool:
@@ -212,7 +218,7 @@ class Copier:
         """The same, into a store that is there, whichever its run."""
         self._copied, self._before, self._packs = Copied(), self._packs, set()
         self._tables.clear()
-        steps = _to_copy(self.source, self._target, name)
+        steps = _to_copy(self.source, self._target, name, self._nodes or ())
         self._total, self._done = sum(step.size for step in steps), 0
         _copy_epochs(self.source, self._target, name.epoch)
         for step in steps:

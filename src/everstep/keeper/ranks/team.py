@@ -35,6 +35,7 @@ from everstep.keeper.router import Router
 from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
+from everstep.store.copy import Copier
 from everstep.tiers.tier import Tier, Union
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class Team:
         self._is_busy = self._is_closed = False
         self._changed = threading.Condition()
         self.live = live
+        if remote and not self.place.own_store:
+            remote.begin()
         if hello.get("partners"):
             self.meet(hello["partners"])
         threading.Thread(target=self._work, name="everstep-team", daemon=True).start()
@@ -100,18 +103,26 @@ class Team:
         """Where the keepers of all nodes are, by number: of those with stores of their own, to read
         them; of the next one, whether it holds what this one commits. Raises ValueError, KeyError,
         TypeError or IndexError."""
-        place, found = self.place, dict(enumerate(partners["nodes"]))
+        place, found, own = self.place, dict(enumerate(partners["nodes"])), None
         known = {node: Address.of(said) for node, said in found.items() if said}
         if self._nodes and place.own_store:
-            del known[place.node]
+            memories = [address.peer("memory") for address in known.values()]
             away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
-            self._nodes.stores = {n: a.peer("store", away_s) for n, a in known.items()}
+            stores = {n: a.peer("store", away_s) for n, a in known.items() if n != place.node}
+            self._nodes.stores, disk = stores, self.writer.disk
+            every = Union([disk, *stores.values(), *memories])
+            own = Copier(every, disk, place.parts_of(place.node))
             if self.writer.remote:
-                every = [self.writer.disk, *self._nodes.stores.values()]
-                self.writer.remote.copier.source = Union(every)
+                self.writer.remote.copier.source = every
+                self.writer.remote.begin()
         following = known.get((place.node + 1) % place.nodes)
         if partners["replicates"] and following and self.replica is None:
-            self.replica = Replica(following.peer("memory"), self.tell_all)
+            self.replica = Replica(following.peer("memory"), own, self.tell_all)
+
+    def restored(self, name: CheckpointName) -> None:
+        """What the run goes on from is to be held by several nodes again."""
+        if self.replica:
+            self.replica.restored(name)
 
     @property
     def idle(self) -> bool:
