@@ -8,7 +8,7 @@ from everstep import Conflict, Corrupt, Missing, Store, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import Spec
 from everstep.store import catalog, commit, names
-from everstep.store.copy import Copier, lead
+from everstep.store.copy import Copier
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import tier_at
 from examples import slow
@@ -208,14 +208,15 @@ class Claiming(Disk):
 
 def test_a_claim_that_is_made_meanwhile_is_no_other_writers(logged, target):
     source = Claiming(logged.root)
-    lead(source, target)
+    copier = Copier(source, target)
+    copier.lead(source)
     source.around = target
-    lead(source, target)
+    copier.lead(source)
     assert catalog.claimed(source) == [1, 2, 3]
     assert 3 in catalog.claimed(target)
     commit.claim_epoch(target, CheckpointName(14, 3))
     with pytest.raises(Conflict, match="another writer has started epoch 4"):
-        lead(source, target)
+        copier.lead(source)
 
 
 def test_what_is_taken_away_from_the_target_meanwhile_is_told(logged, target):

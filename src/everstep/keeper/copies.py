@@ -20,8 +20,8 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailab
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.measured import Speed
-from everstep.store import catalog, names, retain
-from everstep.store.copy import Copier, lead
+from everstep.store import catalog, commit, names, retain
+from everstep.store.copy import Copier
 from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
 from everstep.tiers.peer import Peer
@@ -346,14 +346,15 @@ class RemoteCopies(Copies):
         return wanted - there
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
-        lead(self._disk, self.tier)
-        tags = [tag for tag, at in self._tags().items() if at == name]
+        self.copier.lead(self._disk)
         try:
-            copied = self.copier.copy(name, tags)
+            copied = self.copier.bring(name)
         except (Missing, Corrupt) as error:
             if isinstance(source := self.copier.source, Union) and (away := source.problem):
                 raise away from error  # the node that has it may come back
             raise
+        for tag in (tag for tag, at in self._tags().items() if at == name):
+            commit.set_tag(self.tier, tag, name)
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:

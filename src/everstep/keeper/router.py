@@ -20,7 +20,6 @@ from everstep.keeper.measured import Speed
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
-from everstep.store.copy import lead
 from everstep.tiers.route import Durable, Name, Route, choose
 from everstep.tiers.tier import Tier
 
@@ -55,7 +54,7 @@ class Router:
         writer, beside = self._writer, self._beside
         beside.epoch, beside.parent, beside.run = writer.epoch, writer.parent, writer.run
         try:
-            lead(writer.disk, beside.disk)
+            self._copies.copier.lead(writer.disk)
         except Conflict as error:
             return error
         except EverstepError as error:

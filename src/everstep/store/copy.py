@@ -42,31 +42,14 @@ class Copied:
     bytes_shared: int = 0
 
 
-def lead(source: Readable, target: Target) -> None:
-    """Let the target have the newest claim of the source, whose writer it is that copies there.
-    Raises Conflict where another writer has gone on in the target: it was there first, or has the
-    higher number; who writes its own claim before it looks for others' sees any that counts."""
-    open_copy(source, target)
-    theirs = set(catalog.claimed(target))  # before: a claim of its own may be made meanwhile
-    mine = set(catalog.claimed(source))
-    own, others = max(mine, default=0), theirs - mine
-    if own in theirs or not others:
-        _copy_epochs(source, target, own)
-        theirs = {number for number in catalog.claimed(target) if number > own}
-        others = theirs - set(catalog.claimed(source))
-    if others:
-        raise Conflict(
-            f"copying to {target.root}: another writer has started epoch {max(others)} there (see "
-            f"epochs/{max(others):04d}.json for who did). What this one saves stays in "
-            f"{source.root} alone: stop it, or start it again to go on from the newest checkpoint"
-        )
-
-
 def open_copy(source: Readable, target: Target) -> None:
     """Make the target's store, where there is none, of the same run. Raises as check_run."""
-    if _find(target, names.STORE) is None:
+    try:
+        check_run(source, target)
+    except Missing:
         target.create(names.STORE, source.read(names.STORE))
-    check_run(source, target)
+        check_run(source, target)
+    target.sync("")  # whoever made it may have died before that
 
 
 def check_run(source: Readable, target: Readable) -> None:
@@ -162,20 +145,6 @@ def _is_same(target: Readable, name: CheckpointName, manifest: Manifest) -> bool
     return contents(there) == contents(manifest)
 
 
-def _copy_epochs(source: Readable, target: Target, newest: int) -> None:
-    """The claims by which the target knows the lineage of that epoch. One that is damaged or gone
-    in the source stays so: the manifests tell of it."""
-    epochs = catalog.read_epochs(source)
-    number: int | None = newest
-    while number is not None and number in epochs:
-        path, is_whole = names.epoch_path(number), epochs[number].created
-        if is_whole:
-            said = f"its {path} is another writer's than that of {source.root}: both have gone on "
-            said += "from one run. Copy to another place"
-            _create(target, path, source.read(path), said)
-        number = epochs[number].parent
-
-
 class Copier:
     """Copies checkpoints from one tier to another. What one of them has brought or compared is not
     read again for the next. For one thread; any number of them may copy, also the same to the same
@@ -196,9 +165,34 @@ class Copier:
         self._progress, self._total, self._done = progress, 0, 0
         self._tables: dict[str | None, tuple[bytes, Table]] = {}  # most steps share one
         self._packs: set[str] = set()
+        self._epochs: set[int] = set()
+        """That the target is known to have."""
         self._before: set[str] = set()
         """The packs of the last copy."""
         self._are_shared, self._copied = are_shared, Copied()
+
+    def lead(self, source: Readable) -> None:
+        """Let the target have the newest claim of this one, whose writer it is that copies there.
+        Raises Conflict where another writer has gone on in the target: it was there first, or has
+        the higher number; who writes its own claim before it looks for others' sees any that
+        counts. Any thread."""
+        target = self._target
+        open_copy(source, target)
+        theirs = set(catalog.claimed(target))  # before: a claim of its own may be made meanwhile
+        self._epochs &= theirs
+        mine = set(catalog.claimed(source))
+        own, others = max(mine, default=0), theirs - mine
+        if own in theirs or not others:
+            if own not in self._epochs:
+                self._copy_epochs(source, own)
+                theirs = set(catalog.claimed(target))
+            others = {number for number in theirs if number > own} - set(catalog.claimed(source))
+        if others:
+            raise Conflict(
+                f"copying to {target.root}: another writer has started epoch {max(others)} there "
+                f"(see epochs/{max(others):04d}.json for who did). What this one saves stays in "
+                f"{source.root} alone: stop it, or start it again to go on from the newest"
+            )
 
     def copy(self, name: CheckpointName, tags: Sequence[str] = ()) -> Copied:
         """Copy one checkpoint, and before it all that it goes back to; then let `tags` name it.
@@ -220,10 +214,25 @@ class Copier:
         self._tables.clear()
         steps = _to_copy(self.source, self._target, name, self._nodes or ())
         self._total, self._done = sum(step.size for step in steps), 0
-        _copy_epochs(self.source, self._target, name.epoch)
+        self._copy_epochs(self.source, name.epoch)
         for step in steps:
             self._copy(step)
         return self._copied
+
+    def _copy_epochs(self, source: Readable, newest: int) -> None:
+        """The claims by which the target knows the lineage of that epoch. One that is damaged or
+        gone in the source stays so: the manifests tell of it."""
+        if newest in self._epochs:
+            return
+        number: int | None = newest
+        epochs = catalog.read_epochs(source)
+        while number is not None and number in epochs:
+            path, is_whole = names.epoch_path(number), epochs[number].created
+            if is_whole and _find(self._target, path) != (document := source.read(path)):
+                said = f"its {path} is another writer's than that of {source.root}: both have gone "
+                _create(self._target, path, document, f"{said}on from one run. Copy elsewhere")
+            number = epochs[number].parent
+        self._epochs.add(newest)
 
     def _copy(self, step: _Step) -> None:
         """All that it goes back to is there."""
@@ -334,10 +343,7 @@ class Copier:
 
 def _create(tier: Target, path: str, document: bytes, problem: str) -> None:
     """Publish a document. Raises Conflict with that problem where another one is there."""
-    there = _find(tier, path)
-    if there is None and tier.create(path, document):
-        return
-    if (there or _find(tier, path)) != document:
+    if not tier.create(path, document) and _find(tier, path) != document:
         raise Conflict(f"copying to {tier.root}: {problem}")
 
 
