@@ -191,7 +191,7 @@ def test_a_node_that_dies_between_part_and_commit(
     check_steps(store, list(range(1, first + 2)))
     named = {link.path for manifest in manifests for link in manifest.files}
     packs = {f"data/{path.name}" for path in store.glob("data/*.safetensors")}
-    live = {path for path in packs if names.epoch_of_pack(path.rpartition("/")[2]) == 2}
+    live = {path for path in packs if names.writer_of(path).epoch == 2}
     assert packs - live <= named
 
 

@@ -181,27 +181,27 @@ def test_what_a_part_document_names_stays(tmp_path):
     assert catalog.part_documents(disk, name) == []
 
 
-def test_packs_of_earlier_steps_are_counted_over_all_nodes():
+def test_a_turn_is_of_one_step_on_all_nodes():
     told = []
-    for node, steps in enumerate([{1: 4}, {}, {1: 4, 2: 3}]):
+    for node, steps in enumerate([{1: 4, 2: 5}, {}, {1: 4, 2: 3}]):
         specs = [Spec(f"{name}{node}", "float32", (2,)) for name in "abc"]
         turns = {f"b{node}": 1, f"c{node}": 2} if steps else {}
         layout = lay_out(specs, {}, turns)
         table = encode_table(layout, {}, {}, {})
-        links = tuple(FileLink(f"data/{node}-{i}", p.size) for i, p in enumerate(layout.packs))
+        links = tuple(
+            FileLink(names.pack_path(CheckpointName(steps.get(i, 5), 1), f"{node:08x}", i), p.size)
+            for i, p in enumerate(layout.packs)
+        )
         digests = ("1" * 32,) * layout.digest_count
-        part = Part(0, commit.table_link(table), links, digests, 5)
-        told.append((NodePart("run.1", node, None, part, {}, {}, older=steps), table))
+        part = Part(node, commit.table_link(table), links, digests, 5)
+        told.append((NodePart("run.1", node, None, part, {}, {}), table))
     manifest = Manifest(5, 1, "run", "now", (), {}, {})
     with pytest.raises(Unavailable, match="node 2 has step 3 where another one has step 5"):
         unite(None, manifest, told)
-    told[0] = (replace(told[0][0], older={1: 4, 2: 3}), told[0][1])
-    united, _ = unite(None, manifest, told)
-    assert united.older == [{1: 4, 2: 3}, {}, {1: 4, 2: 3}]
+    united, _ = unite(None, manifest, [told[0], told[1]])
     assert not united.exact
-    again = decode_manifest(encode_manifest(united), "here")
-    assert again.older == united.older
-    assert decode_node_part(encode_node_part(told[0][0]), "here").older == {1: 4, 2: 3}
+    united, _ = unite(None, manifest, [told[1]])
+    assert united.exact
 
 
 @pytest.mark.parametrize(("nodes", "is_indexed"), [(INDEXED_FROM_PARTS - 1, False), (40, True)])

@@ -22,6 +22,7 @@ from zlib import crc32
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
 from everstep.capture.window import why_undivided
+from everstep.format.manifest import THIN
 from everstep.format.tables import state_names
 from everstep.handle import SaveHandle
 from everstep.state.view import Collected, Walk
@@ -78,7 +79,7 @@ class Thin(Spread):
 
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
-        return {**super().describe(), "thin": dict(self._factors)}
+        return {**super().describe(), THIN: dict(self._factors)}
 
     def _deal(self, collected: Collected) -> None:
         """At the first save ranks agree that there is something to each pattern. Raises

@@ -86,7 +86,7 @@ def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
         "exact": manifest.exact and chain[0].exact,
         "tags": tags_of(disk).get(name, []),
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
-        "thinned": {str(step): share for step, share in manifest.shares_by_step().items()},
+        "thinned": sorted({each["step"] for each in tensors}) if manifest.is_thinned else [],
         "chain": _chain_facts(chain) if manifest.previous and not broken else None,
         "broken": broken,
         "unproven": catalog.read_unproven(disk).get(name),
@@ -149,10 +149,10 @@ def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str,
     checkpoint; `referenced`: in those of one before it; `digest`: of its first chunk, as it was
     saved where that is known, else as it is stored."""
     found: dict[tuple[int, str], dict[str, Any]] = {}
-    older = [*manifest.older, *({} for record in manifest.records for _ in record.parts)]
-    for part, table, steps in zip(manifest.all_parts, tables, older, strict=False):
+    for part, table in zip(manifest.all_parts, tables, strict=True):
         encoded, own = encoded_chunks(part, table), CheckpointName(part.steps, manifest.epoch)
         is_new = [names.is_new_in(pack.path, own) for pack in part.packs]
+        steps = names.pack_steps(table, part.packs, part.steps)
         for name, entry in table.tensors.items():
             facts = found.get((part.steps, name))
             if facts is None:
@@ -171,14 +171,14 @@ def _tensor_facts(manifest: Manifest, tables: Iterable[Table]) -> list[dict[str,
 
 
 def _new_facts(
-    entry: TensorEntry, part: Part, older: Mapping[int, int], encoded: Mapping[int, Encoded]
+    entry: TensorEntry, part: Part, steps: Sequence[int], encoded: Mapping[int, Encoded]
 ) -> dict[str, Any]:
     sums = {"size": 0, "stored": 0, "referenced": 0, "chunks": 0}
     found: dict[str, Any] = {"codecs": set(), "in_packs": set()}
     first = entry.pieces[0].digest
     content = encoded[first].content if first in encoded else None
     digest = content or part.digests[first]
-    step = older.get(entry.pieces[0].pack, part.steps)
+    step = steps[entry.pieces[0].pack]
     said = {"device": entry.device, "aliases": entry.aliases, "digest": digest, "step": step}
     return {**asdict(entry.spec), **said, **sums, **found}
 
@@ -199,7 +199,7 @@ def _summary(facts: Facts) -> Iterator[str]:
         *_section("written", text.time(facts["created"])),
         *_origin_lines(facts),
         *_section("calls", _call_texts(facts["records"])),
-        *_section("thinned", _thinned_text(facts["thinned"])),
+        *_section("of steps", ", ".join(map(str, facts["thinned"]))),
         *_section("whole", _whole_text(facts["whole"])),
         *_section("unproven", text.clean(facts["unproven"] or "")),
         *_section("metrics", text.pairs(facts["metrics"])),
@@ -298,11 +298,6 @@ def _call_text(call: Facts) -> str:
         ),
     ]
     return " · ".join(text.clean(word) for word in words if word)
-
-
-def _thinned_text(shares: Mapping[str, float]) -> str:
-    each = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
-    return f"not of one step: of its bytes, {each}" if each else ""
 
 
 def _whole_text(whole: Facts | None) -> str:

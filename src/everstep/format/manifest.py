@@ -6,7 +6,6 @@ in a piece table (tables.py).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import count, islice
 from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt
@@ -27,9 +26,8 @@ LEFT_OUT = "left_out"
 """Stands in what is said of a record's capture: the parts of which it has no tensors, so that it is
 not exact."""
 
-OLDER = "older"
-"""Stands in what is said of the capture of a state that is not of one step: by the numbers of packs
-that have tensors of an earlier one, that step."""
+THIN = "thin"
+"""Stands in what is said of the capture of a state of which some is saved in turn."""
 
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
@@ -254,25 +252,9 @@ class Manifest:
         return self.previous or next((part.base for part in self.parts if part.base), None)
 
     @property
-    def older(self) -> list[dict[int, int]]:
-        """Of each part the packs, by their numbers in it, that have an earlier step's tensors, and
-        which step that is: of a thinned state."""
-        said = self.capture.get(OLDER)
-        rows = said.items() if isinstance(said, dict) else ()
-        steps = {int(n): step for n, step in rows if n.isdecimal() and type(step) is int}
-        numbers = count()
-        return [
-            {own: steps[n] for own, n in enumerate(islice(numbers, len(part.packs))) if n in steps}
-            for part in self.parts
-        ]
-
-    def shares_by_step(self) -> dict[int, float]:
-        """Of a thinned state: which share of its bytes each earlier step has, the newest first."""
-        sizes: dict[int, int] = {}
-        for part, older in zip(self.parts, self.older, strict=True):
-            for number, step in older.items():
-                sizes[step] = sizes.get(step, 0) + part.packs[number].size
-        return {step: sizes[step] / self.size for step in sorted(sizes, reverse=True)}
+    def is_thinned(self) -> bool:
+        """Whether some of its tensors are of earlier steps, as they are saved in turn."""
+        return not self.exact and THIN in self.capture
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

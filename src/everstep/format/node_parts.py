@@ -6,7 +6,7 @@ afterwards, and they are no checkpoint.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.format.document import anything, natural, seal, unseal
@@ -28,7 +28,6 @@ _NODE_PART = {
     "hyperparameters": {str: [{str: anything}]},
     "ranks": [_RANK],
     "record?": {"previous": natural, "calls": [CALL]},
-    "older?": [[natural, natural]],
 }
 Said = Mapping[str, Any]
 """What one rank says of a step: `objects` that it has, `own` ones of it alone, as tagged JSON,
@@ -43,7 +42,7 @@ class NodePart:
     `failed`: why there is nothing of it, and `kind` of which error that is; then the rest says
     nothing. `hyperparameters`: the sets that its table counts. `ranks`: what each of its ranks
     says, by its number. `record`: of a record, the step that it goes on from (`previous`) and the
-    optimizer `calls` of the node's ranks together. `older`: of a thinned state, see Manifest.
+    optimizer `calls` of the node's ranks together.
     """
 
     attempt: str
@@ -54,7 +53,6 @@ class NodePart:
     ranks: Mapping[int, Said] | None = None
     record: Mapping[str, Any] | None = None
     kind: str | None = None
-    older: Mapping[int, int] = field(default_factory=dict)
 
 
 def encode_node_part(found: NodePart) -> bytes:
@@ -66,7 +64,6 @@ def encode_node_part(found: NodePart) -> bytes:
             "hyperparameters": found.hyperparameters,
             "ranks": _short(found.ranks or {}),
             "record": found.record,
-            "older": sorted(found.older.items()) or None,
         }
     said = {key: value for key, value in members.items() if value is not None}
     return seal({"attempt": found.attempt, "node": found.node, **said})
@@ -86,7 +83,6 @@ def decode_node_part(data: bytes | memoryview, path: object) -> NodePart:
         value["hyperparameters"],
         _long(value["ranks"]),
         value.get("record"),
-        older=dict(value.get("older", ())),
     )
 
 

@@ -175,8 +175,8 @@ class Data:
         self._known: dict[int, Stored] = {}
         """What lies behind digests, but for those that are still made."""
         if kept:
-            self._links = {number: kept.part.packs[number] for number in kept.steps}
-            rows = (each for each in image.parsed.extents if each.pack in kept.steps)
+            self._links = {number: kept.part.packs[number] for number in kept.numbers}
+            rows = (each for each in image.parsed.extents if each.pack in self._links)
             self._known = {e.digest: Stored(e.size, kept.part.digests[e.digest]) for e in rows}
         self._seconds = 0.0
         self._writer = writer
@@ -249,7 +249,7 @@ class Data:
         for number, pack in enumerate(self._image.packs):
             if number in self._moving or number in self._links:
                 continue
-            if shapes[number].still:
+            if shapes[number].still and not shapes[number].turn:
                 with self._waiting():
                     content = self._contents[number]
                 if link := writer.still.find(writer.disk, content, writer.parent):

@@ -11,7 +11,6 @@ from everstep.errors import EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.document import digest_of
 from everstep.format.manifest import (
     LEFT_OUT,
-    OLDER,
     CheckpointName,
     Manifest,
     Part,
@@ -162,16 +161,11 @@ class Save:
         link = writer.link_bytes_per_s(job.step, goes_everywhere=is_record or is_tagged)
         is_state = not is_record and self._share is None and not job.nodes
         base = writer.base_for(job.step, is_tagged=is_tagged) if is_state else None
-        image, kept = job.image(), None
-        if said["kept"]:
-            parent = self._before.name if self._before else writer.parent
-            table, link_to = image.parsed.table, commit.table_link(image.parsed.document)
-            node, turns = job.place.node, said["kept"]
-            kept = find_kept(writer.disk, parent, node, link_to, table, turns)
+        image, parent = job.image(), self._manifest.parent
+        parsed, turns = image.parsed, said["kept"]
+        kept = find_kept(writer.disk, parent, job.place.node, parsed.document, parsed.table, turns)
         if kept:
-            older = {str(number): step for number, step in kept.steps.items()}
-            capture = {**self._manifest.capture, OLDER: older}
-            self._manifest = replace(self._manifest, capture=capture, exact=False)
+            self._manifest = replace(self._manifest, exact=False)
         self._data = Data(writer, image, is_record, link, base, kept)
         self._is_begun = True
         try:

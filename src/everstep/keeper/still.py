@@ -11,6 +11,7 @@ from operator import eq
 from typing import NamedTuple
 
 from everstep.errors import EverstepError, Unavailable
+from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Part
 from everstep.format.packs import chunk_count, entry_name
 from everstep.format.tables import FileLink, Table, extents
@@ -41,36 +42,35 @@ class _Last(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Packs of which nothing is captured this time: the part of the checkpoint before that has
-    them, and by their numbers the steps that they are of."""
+    """Packs of which nothing is captured this time, by their numbers: the part of the checkpoint
+    before that has them."""
 
     part: Part
-    steps: Mapping[int, int]
+    numbers: Sequence[int]
 
 
 def find_kept(
     disk: Tier,
-    parent: CheckpointName | None,
+    parent: Mapping[str, int] | None,
     node: int,
-    link: FileLink,
+    document: bytes,
     table: Table,
     turns: Container[int],
 ) -> Kept | None:
     """What a thinned state has of those of these `turns`; None where this `node` has no packs of
-    them. `link`: of its table. Raises Unavailable where the checkpoint before has not got them: the
-    next save writes all."""
+    them. Raises Unavailable where the checkpoint before has not got them: the next save writes
+    all."""
     numbers = [number for number, pack in enumerate(table.packs) if pack.turn in turns]
     if not numbers:
         return None
     try:
-        before = catalog.read_manifest(disk, parent) if parent else None
-        for part, older in zip(before.parts, before.older, strict=True) if before else ():
+        before = catalog.read_manifest(disk, CheckpointName(**parent)) if parent else None
+        for part in before.parts if before else ():
             # Of several nodes, the hyperparameters of one may be numbered anew in its table.
-            if part.table == link or (
+            if part.table.digest == digest_of(document) or (
                 part.rank == node and table.has_layout_of(catalog.read_table(disk, part))
             ):
-                step = part.steps
-                return Kept(part, {number: older.get(number, step) for number in numbers})
+                return Kept(part, numbers)
     except EverstepError as error:
         raise Unavailable(f"looking for what is not due at this save: {error}") from error
     raise Unavailable(
@@ -145,9 +145,12 @@ class StillPacks:
 
 
 def contents(table: Table, digests: Sequence[str]) -> dict[int, Content]:
-    """Of the still packs of a part, by their numbers."""
+    """Of the still packs of a part, by their numbers; not of those that are saved in turn, whose
+    files' names tell the steps that they are of."""
     found: dict[int, Content] = {
-        number: (pack.size,) for number, pack in enumerate(table.packs) if pack.still
+        number: (pack.size,)
+        for number, pack in enumerate(table.packs)
+        if pack.still and not pack.turn
     }
     if found:
         for extent in extents(table):

@@ -91,11 +91,10 @@ class Restore:
         step, base = self.candidate.name.step, chain.base.manifest
         only, must_be_exact = self.scope.only, self.scope.must_be_exact
         problems = []
-        if shares := base.shares_by_step():
-            of = ", ".join(f"{share:.0%} of step {step}" for step, share in shares.items())
+        if base.is_thinned:
             problems.append(
-                f"{sum(shares.values()):.0%} of its bytes are of earlier steps ({of}), as it was "
-                f"thinned (exact: false); a step with a tag is not"
+                "some of its tensors are of earlier steps, as it was thinned (exact: false); "
+                "Store.restore_plan() tells which. A step with a tag has all of its own"
             )
         elif not base.exact and base.capture.get("strategy") == "merge":
             problems.append("it is merged of what is not exact itself (exact: false)")

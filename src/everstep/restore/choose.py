@@ -30,7 +30,7 @@ from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
 from everstep.restore.load import MemorySource
 from everstep.sharding.leaves import bytes_of
-from everstep.store import catalog
+from everstep.store import catalog, names
 from everstep.store.read import check_size, open_pack, read_chunk
 from everstep.tiers.files import Source
 from everstep.tiers.tier import Readable, Tier, Union
@@ -175,14 +175,16 @@ class Candidate:
         """For each pack of the part its sources, nearest first."""
         with contextlib.ExitStack() as stack, self._noting([part]):
             found: list[list[Source]] = []
-            kept = self.held.manifest.older[0] if self.held else {}
+            held, step = self.held, part.steps
+            steps = names.pack_steps(held.table, part.packs, step) if held else []
             for index, pack in enumerate(part.packs):
                 here: list[Source] = []
-                if self.held and index not in kept:  # of what was not due memory has nothing
-                    here.append(self.held.packs[index])
+                due = held if held and steps[index] == step else None
+                if due:  # of what is not memory has nothing
+                    here.append(due.packs[index])
                 if pack.path in self.near:
                     here.append(self.near[pack.path])
-                if not self.held or self.held.is_committed or index in kept:
+                if not due or due.is_committed:
                     here += self.files(pack, stack, direct=not self.is_shared)
                 found.append(here)
             yield found

@@ -172,12 +172,12 @@ class Store:
         """The step that each tensor of a checkpoint is of, by all its names: its own, but for what
         was not due in a thinned save (everstep.Full(thin=...)). Raises what `state` does."""
         state = self.state(step)
-        return {
-            each: older.get(entry.pieces[0].pack, state.step)
-            for table, older in zip(self.tables(state), state.older, strict=False)
-            for name, entry in table.tensors.items()
-            for each in (name, *entry.aliases)
-        }
+        plan: dict[str, int] = {}
+        for part, table in zip(state.parts, self.tables(state), strict=False):
+            steps = names.pack_steps(table, part.packs, state.step)
+            for name, entry in table.tensors.items():
+                plan |= dict.fromkeys((name, *entry.aliases), steps[entry.pieces[0].pack])
+        return plan
 
     def tag(self, step: int | str, tag: str) -> CheckpointName:
         """Let `tag` name a checkpoint, which is returned; a tag that exists moves. Raises Missing;

@@ -1,8 +1,10 @@
 """Where things lie in a store (docs/format.md), as functions from nouns to paths."""
 
 import re
+from collections.abc import Sequence
 
 from everstep.format.manifest import CheckpointName
+from everstep.format.tables import FileLink, Table
 
 STORE = "everstep.json"
 EPOCHS = "epochs"
@@ -16,7 +18,7 @@ PROBES = "probes"
 MANIFEST = "manifest.json"
 
 _CHECKPOINT = re.compile(r"(\d{1,18})-(\d{1,9})")
-_DATA = re.compile(r"\d{8,18}-(\d{4,9})-[0-9a-f]+-\d+\.safetensors")
+_DATA = re.compile(rf"(?:{DATA}/)?(\d{{8,18}}-\d{{4,9}})-[0-9a-f]+-\d+\.safetensors")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 
 
@@ -56,10 +58,18 @@ def is_new_in(path: str, name: CheckpointName) -> bool:
     return path.startswith(f"{DATA}/{name}-")
 
 
-def epoch_of_pack(file_name: str) -> int | None:
-    """Which epoch wrote the data file of that name; None for names that are not packs."""
-    found = _DATA.fullmatch(file_name)
-    return int(found[1]) if found else None
+def writer_of(path: str) -> CheckpointName | None:
+    """The checkpoint for which a data file was written; None for names that are not packs'."""
+    found = _DATA.fullmatch(path)
+    return parse_checkpoint(found[1]) if found else None
+
+
+def pack_steps(table: Table, packs: Sequence[FileLink], step: int) -> list[int]:
+    """The step that the tensors of each pack are of: this one, or that of the file where they are
+    saved in turn (everstep.Full(thin=...))."""
+    writers = (writer_of(pack.path) for pack in packs)
+    rows = zip(table.packs, writers, strict=True)
+    return [writer.step if shape.turn and writer else step for shape, writer in rows]
 
 
 def table_path(digest: str) -> str:

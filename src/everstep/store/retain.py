@@ -201,7 +201,7 @@ def sweep(disk: Tier) -> tuple[int, int]:
         doomed = {
             f"{names.DATA}/{pack}"
             for pack in disk.list(names.DATA)
-            if (names.epoch_of_pack(pack) or live) < live
+            if (of := names.writer_of(pack)) and of.epoch < live
         }
         if not disk.is_directory:  # somebody may just be copying them here
             doomed = _idle(disk, doomed)

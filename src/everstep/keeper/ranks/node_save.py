@@ -99,8 +99,7 @@ class NodeSave:
         record = self.describe()["record"]
         record = record and {key: record[key] for key in ("previous", "calls")}
         attempt, sets = self.place.named(self.call), manifest.hyperparameters
-        older = dict(row for steps in manifest.older for row in steps.items())
-        return NodePart(attempt, self.place.node, None, part, sets, ranks, record, older=older)
+        return NodePart(attempt, self.place.node, None, part, sets, ranks, record)
 
     def put_manifest(self, document: bytes) -> None:
         """Beside the images, from which it can be restored then: all of it with the first rank's,

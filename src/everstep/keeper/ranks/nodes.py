@@ -32,9 +32,9 @@ from everstep.format.document import digest_of
 from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
 from everstep.format.manifest import (
-    OLDER,
     CheckpointName,
     Manifest,
+    Part,
     check_table,
     encode_manifest,
 )
@@ -317,7 +317,6 @@ def unite(
     hyperparameters, calls, mapping = merge_numbered(said, [sorted(e.ranks or ()) for e in every])
     documents = tuple(document for _, document in told)
     tables, renumbered, index = _united(documents, hashable(mapping))
-    older = _older(manifest.step, every, tables)
     done = []
     for found, table, document in zip(every, tables, renumbered, strict=True):
         assert found.part
@@ -332,8 +331,7 @@ def unite(
         previous = replace(previous, digest=catalog.digest_of_manifest(disk, previous.name))
     united = replace(
         manifest,
-        exact=manifest.exact and not older,
-        capture={**manifest.capture, OLDER: older} if older else manifest.capture,
+        exact=manifest.exact and _are_due(manifest.step, done, tables),
         parts=() if manifest.records else tuple(done),
         records=tuple(
             replace(record, calls=tuple(calls), parts=tuple(done)) for record in manifest.records
@@ -347,23 +345,19 @@ def unite(
     return united, renumbered
 
 
-def _older(step: int, every: Sequence[NodePart], tables: Sequence[Table]) -> dict[str, int]:
-    """What is said of a thinned state: of the packs of all nodes, by their numbers. Raises
-    Unavailable where nodes are at other turns (see merge_descriptions): a tensor that is cut into
-    pieces over them would be of two steps."""
-    found, number, of_turns = dict[str, int](), 0, dict[int, int]()
-    for node, table in zip(every, tables, strict=True):
-        for own, pack in enumerate(table.packs):
-            of = node.older.get(own, step)
+def _are_due(step: int, parts: Sequence[Part], tables: Sequence[Table]) -> bool:
+    """Whether all that is saved in turn is of this step. Raises Unavailable where nodes are at
+    other turns (see merge_descriptions): a tensor that is cut into pieces over them would be of two
+    steps."""
+    of_turns = dict[int, int]()
+    for part, table in zip(parts, tables, strict=True):
+        for pack, of in zip(table.packs, names.pack_steps(table, part.packs, step), strict=True):
             if pack.turn and of_turns.setdefault(pack.turn, of) != of:
                 raise Unavailable(
-                    f"saving step {step}: of what is saved in turn, node {node.node} has step {of} "
+                    f"saving step {step}: of what is saved in turn, node {part.rank} has step {of} "
                     f"where another one has step {of_turns[pack.turn]}. All save all next"
                 )
-            if of != step:
-                found[str(number)] = of
-            number += 1
-    return found
+    return {step}.issuperset(of_turns.values())
 
 
 def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:
