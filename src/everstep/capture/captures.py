@@ -215,11 +215,9 @@ class Captures:
         self, handle: SaveHandle, request: Request, captured: Captured, *, waits: bool
     ) -> None:
         self.optimizer_arenas.give()
-        thin = captured.thin
-        planner = self._planner(captured)
-        plan = planner.plan(thin.all, thin.turns) if thin else planner.plan(captured.collected)
-        if thin and plan is not self._plan:  # what was saved before lies in other packs
-            captured = Captured(thin.all, thin=replace(thin, kept=frozenset()))
+        plan = self._planner(captured).plan(captured.collected, captured.turns)
+        if plan is not self._plan:  # what was saved before lies in other packs
+            captured = replace(captured, kept=frozenset())
         if (lent := self.pool.lent) and not self._copier.was_given(lent):  # that call was cut off
             self._copier.devices.synchronize()  # nothing may arrive in a slot that is free
             self.pool.take_back(lent)
@@ -312,7 +310,7 @@ class Captures:
             PLACE: self._client.place.here,
             "record": captured.record,
             "share": captured.share,
-            "kept": sorted(captured.thin.kept) if captured.thin else [],
+            "kept": sorted(captured.kept),
         }
 
     def _leave_out(self, step: int, call: int, reason: str) -> None:

@@ -242,7 +242,8 @@ class Copier:
         that is there, before all that comes; the host does not wait.
         """
         collected = captured.collected
-        bound = self._bind(collected.walk, plan, early.entries if early else frozenset())
+        left_out = early.entries if early else captured.not_due
+        bound = self._bind(collected.walk, plan, left_out)
         eager = Batch.of(collected.loose, plan)
         owned = {
             owner: Owned(batch, [seen.again(handle.step)] if seen else [])
@@ -355,17 +356,16 @@ class Copier:
         for thread in self._threads:
             thread.join(_JOIN_S)
 
-    def _bind(self, walk: Walk, plan: Plan, early: Set[str]) -> _Bound:
-        if self._bound and self._bound[0] is walk and self._bound[1] is plan:
+    def _bind(self, walk: Walk, plan: Plan, left_out: Set[str]) -> _Bound:
+        if self._bound and self._bound[0] is walk and self._bound[1] is plan and not left_out:
             return self._bound[2]
         sharded = _by_owner(walk.sharded)
-        leaves = [leaf for leaf in walk.leaves if leaf.entry not in early] if early else walk.leaves
-        found = _by_owner(leaves)
+        found = _by_owner(leaf for leaf in walk.leaves if leaf.entry not in left_out)
         parts: _Bound = {}
         for owner, own in found.items():
             watched = () if owner in _NOT_WATCHED else (*own, *sharded.get(owner, ()))
             parts[owner] = Batch.of(own, plan), Fingerprint(watched) if watched else None
-        if not early and RECORD_OWNER not in parts:  # a record's do not come again
+        if not left_out and RECORD_OWNER not in parts:  # a record's do not come again
             self._bound = (walk, plan, parts)
         return parts
 

@@ -106,7 +106,7 @@ class Planner:
 
     def plan(self, collected: Collected, turns: Mapping[str, int] = MappingProxyType({})) -> Plan:
         """The plan for this state; the same object as the last one where nothing differs. `turns`:
-        of its tensors, by name (Thinned)."""
+        of its tensors, by name, for what is saved in turn."""
         walk = collected.walk
         still = self._look.look(walk) if self._look else {}
         beside = tuple(leaf.spec for leaf in collected.loose), collected.aliases, still, turns

@@ -7,7 +7,7 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 (trust.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -36,16 +36,6 @@ RECORD_OWNER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned:
-    """Of a state of which some is saved in turn: all of it, the turn of each tensor that has one,
-    by its name, and the turns of which nothing is captured."""
-
-    all: Collected
-    turns: Mapping[str, int]
-    kept: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
 class Captured:
     """What is to be captured for a step: a whole state; or the record that leads to it; or a share
     of a window (keeper/writer.py), which is some pieces and the record for those before."""
@@ -59,7 +49,10 @@ class Captured:
     """Of the gradients among its leaves that are the run's own memory."""
     is_awaited: bool = False
     """A whole state that is worth waiting for memory, because records go on from it."""
-    thin: Thinned | None = None
+    turns: Mapping[str, int] = field(default_factory=dict)
+    """Of what is saved in turn, by the tensors' names."""
+    kept: frozenset[int] = frozenset()
+    """The turns of which nothing is captured."""
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Captured":
         """The same with these in the place of others, by their entries."""
@@ -71,6 +64,12 @@ class Captured:
         )
         walk = replace(walk, leaves=tuple(leaves))
         return replace(self, collected=replace(self.collected, walk=walk))
+
+    @property
+    def not_due(self) -> Set[str]:
+        """The entries of those turns."""
+        leaves = self.collected.walk.leaves if self.kept else ()
+        return {leaf.entry for leaf in leaves if self.turns.get(leaf.name) in self.kept}
 
     @property
     def continues(self) -> bool:

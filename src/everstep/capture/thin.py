@@ -20,7 +20,7 @@ from weakref import ref
 from zlib import crc32
 
 from everstep.capture.spread import Spread
-from everstep.capture.strategy import Captured, Request, Run, Thinned, part_of
+from everstep.capture.strategy import Captured, Request, Run
 from everstep.capture.window import why_undivided
 from everstep.format.manifest import THIN
 from everstep.format.tables import state_names
@@ -42,8 +42,6 @@ class Thin(Spread):
         self._dealt: ref[Walk] | None = None
         self._turns: dict[str, int] = {}
         """Of that walk's tensors, by their names, those that have one."""
-        self._left: dict[frozenset[int], Walk] = {}
-        """What is left of it without these turns; copies are bound to walks."""
         self._saves: int | None = None
         """Since the last one that had all; None: the next has."""
 
@@ -56,20 +54,15 @@ class Thin(Spread):
             self._deal(collected)
         saves = self._saves
         if saves is None or request.tag or request.must_wait:
-            return replace(captured, thin=Thinned(collected, self._turns))
+            return replace(captured, turns=self._turns)
         numbered = enumerate(self._slots, 1)
         kept = frozenset(turn for turn, (factor, slot) in numbered if saves % factor != slot)
-        if kept not in self._left:
-            leaves = collected.walk.leaves
-            due = [leaf for leaf in leaves if self._turns.get(leaf.name) not in kept]
-            self._left[kept] = part_of(collected, due, (), ()).walk
-        part = replace(collected, walk=self._left[kept])
-        return Captured(part, thin=Thinned(collected, self._turns, kept))
+        return replace(captured, turns=self._turns, kept=kept)
 
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
         super().begun(captured, handle)
-        is_thinned = captured.thin and captured.thin.kept and self._saves is not None
+        is_thinned = captured.kept and self._saves is not None
         self._saves = (self._saves or 0) + 1 if is_thinned else 0
 
     def break_off(self) -> None:
@@ -94,7 +87,7 @@ class Thin(Spread):
         turns |= {name: turns[p] for name, p in of_optimizers.items() if p in turns}
         if self._dealt is None:
             self._check(numbers, [leaf.name for leaf in walk.leaves])
-        self._dealt, self._turns, self._left = ref(walk), turns, {}
+        self._dealt, self._turns = ref(walk), turns
 
     def _check(self, numbers: set[int], names: Sequence[str]) -> None:
         said = sorted(numbers), why_undivided(self._run.optimizers)

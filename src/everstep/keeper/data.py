@@ -182,8 +182,6 @@ class Data:
         self._writer = writer
         self._image = image
         shapes = image.parsed.table.packs
-        # With turns a copy may be of another step than the master that it is rounded from.
-        has_turns = any(pack.turn for pack in shapes)
         self._is_record = is_record
         self._encoding = writer.encoder.begin(
             self.document,
@@ -191,7 +189,8 @@ class Data:
             image.view,
             link_bytes_per_s,
             is_record=is_record,
-            table=None if is_record or has_turns else image.parsed.table,
+            # A copy may be of another step than the master that it is rounded from.
+            table=None if is_record or kept else image.parsed.table,
             base=base if base and base.document == self.document else None,
         )
         self._shares: list[Future[dict[int, Stored]]] = []
