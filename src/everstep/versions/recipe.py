@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import Missing
-from everstep.format.document import Shape, find_flaw
+from everstep.format.document import Shape, anything, find_flaw
 
-_BYTES_MAX = 1 << 20
 _DOCS = "docs/versions.md tells what a recipe is"
 _TOKENS = re.compile(r"\*\*|\*|\{(\d{1,4})\.\.(\d{1,4})\}|\{([^{}]*)\}|[^*{]+|.", re.DOTALL)
 
@@ -77,46 +76,31 @@ class Take:
 def read_recipe(path: Path, say: Callable[[str], object]) -> tuple[Source | None, list[Take]]:
     """The base and what is taken, as far as that can be read; `say` is told what is wrong with the
     rest. Raises Missing, and ValueError for what is no TOML."""
-    value, source, found = _parsed(path), None, []
-    for key in sorted(value.keys() - {"base", "take"}):
-        say(f"{key!r} is not known here: a recipe has `base` and `[[take]]`")
-    base, takes = value.get("base"), value.get("take")
-    _check_keys("base", base, "store step tag", say)
-    if flaw := find_flaw(base, _SOURCE):
-        say(f"base{flaw} ({_DOCS})")
-    else:
-        source = _source(base)
-    if find_flaw(takes, [{}]) or not takes:
+    try:
+        value = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise Missing(f"reading the recipe {path}: {error.strerror or error}") from error
+    except ValueError as error:  # of TOML, or of UTF-8
+        raise ValueError(f"reading the recipe {path}: it is no TOML: {error}") from error
+
+    def fits(where: str, row: Any, shape: Shape, known: str) -> bool:
+        for key in sorted(row.keys() - set(known.split())) if isinstance(row, dict) else ():
+            say(f"{where}: {key!r} is not known here ({_DOCS})")
+        if flaw := find_flaw(row, shape):
+            say(f"{where}{flaw} ({_DOCS})")
+        return not flaw
+
+    takes = value["take"] if fits("recipe", value, {"take": [{}]}, "base take") else ()
+    if not takes:
         say("there is no [[take]]")
-        takes = []
+    base, found = value.get("base"), []
+    source = _source(base) if fits("base", base, _SOURCE, "store step tag") else None
     for number, row in enumerate(takes, 1):
-        _check_keys(f"take {number}", row, "from tensors rename optimizer", say)
-        _check_keys(f"take {number}.from", row.get("from"), "store step tag", say)
-        if flaw := find_flaw(row, _TAKE):
-            say(f"take {number}{flaw} ({_DOCS})")
-        else:
+        fits(f"take {number}.from", row.get("from"), anything, "store step tag")
+        if fits(f"take {number}", row, _TAKE, "from tensors rename optimizer"):
             rest = row.get("rename", {}), row.get("optimizer", True)
             found.append(Take(number, _source(row["from"]), row["tensors"], *rest))
     return source, found
-
-
-def _check_keys(where: str, row: object, known: str, say: Callable[[str], object]) -> None:
-    for key in sorted(row.keys() - set(known.split())) if isinstance(row, dict) else ():
-        say(f"{where}: {key!r} is not known here ({_DOCS})")
-
-
-def _parsed(path: Path) -> dict[str, Any]:
-    try:
-        with path.open("rb") as file:
-            data = file.read(_BYTES_MAX + 1)
-    except OSError as error:
-        raise Missing(f"reading the recipe {path}: {error.strerror or error}") from error
-    if len(data) > _BYTES_MAX:
-        raise ValueError(f"reading the recipe {path}: it has more than {_BYTES_MAX} bytes")
-    try:
-        return tomllib.loads(data.decode())
-    except ValueError as error:  # of TOML, or of UTF-8
-        raise ValueError(f"reading the recipe {path}: it is no TOML: {error}") from error
 
 
 def _source(value: Any) -> Source:
