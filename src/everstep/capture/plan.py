@@ -1,6 +1,5 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,7 +12,7 @@ from torch.nn import Parameter
 from everstep.errors import Unsupported
 from everstep.format.packs import Layout, lay_out, pack_starts
 from everstep.format.tables import encode_table
-from everstep.sharding.leaves import Leaf
+from everstep.sharding.leaves import Leaf, layer_of
 from everstep.state.view import Collected, Walk
 
 
@@ -37,7 +36,6 @@ STILL_BYTES_MIN = 64 << 10
 STILL_GROUPS = 8
 """Files of frozen layers, from STILL_GROUPS * STILL_BYTES_MIN bytes on: who unfreezes
 one layer has that part of the others written anew. Each save looks each of them up."""
-_LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 class Still:
@@ -75,7 +73,7 @@ class Still:
         size = sum(sizes.values())
         groups = STILL_GROUPS if size >= STILL_GROUPS * STILL_BYTES_MIN else 1
         found = {
-            entry: 1 if entry in self._told else 2 + crc32(_layer_of(entry)) % groups
+            entry: 1 if entry in self._told else 2 + crc32(layer_of(entry).encode()) % groups
             for entry in (sizes if size >= STILL_BYTES_MIN else ())
         }
         self._last = ref(walk), news, found
@@ -84,12 +82,6 @@ class Still:
     def _is_still(self, leaf: Leaf) -> bool:
         is_frozen = leaf.owner is None and isinstance(leaf.tensor, Parameter)
         return self._told.get(leaf.entry, is_frozen and not leaf.tensor.requires_grad)
-
-
-def _layer_of(entry: str) -> bytes:
-    """The layer that it belongs to: "model.blocks.3" of "model.blocks.3.mlp.weight"."""
-    found = _LAYER.match(entry)
-    return (found[1] if found else entry).encode()
 
 
 class Planner:

@@ -1,6 +1,7 @@
 """Leaves: the tensors of a state under their names; which tensors can be stored at all; and the
 Guard that tells when a walk is out of date."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,7 +19,15 @@ from everstep.format.tables import is_dense
 from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _shape, _dtype, _local = attrgetter("shape"), attrgetter("dtype"), attrgetter("_local_tensor")
+_LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def layer_of(name: str) -> str:
+    """What a tensor belongs to: "model.blocks.3" of "model.blocks.3.mlp.weight"; without a number,
+    what its module is called."""
+    found = _LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0] or name
 
 
 class Leaf(NamedTuple):  # each step makes some hundreds: a frozen dataclass takes thrice as long

@@ -9,35 +9,18 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from everstep.sharding.leaves import layer_of
 from everstep.versions.diff import Change
 
-INK, FAINT, BLUE = "#1d2733", "#c3cad3", "#3b6fb6"
+FAINT, BLUE = "#c3cad3", "#3b6fb6"
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "xtick.color": INK,
-    "ytick.color": INK,
     "legend.fontsize": 8,
-    "legend.framealpha": 1.0,
-    "legend.edgecolor": "white",
     "figure.dpi": 150,
 }
-_LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
-
-
-def layer_of(name: str) -> str:
-    """What a weight belongs to: "model.blocks.3" of "model.blocks.3.mlp.weight"; without a number,
-    what its module is called."""
-    found = _LAYER.match(name)
-    return found[1] if found else name.rpartition(".")[0] or name
 
 
 def draw(changes: Iterable[Change], title: str, path: Path) -> None:
