@@ -113,6 +113,15 @@ def test_without_devices_it_is_host_time():
     assert (run.pace.overlap_s, run.pace.bytes_per_s) == (0.25, 4 * MB)
 
 
+def test_a_pause_is_no_step():
+    run = Run()
+    for ends in (1.0, 101.0):
+        run.pace.called({})
+        run.host = ends
+        run.pace.updating()
+    assert run.pace.overlap_s == pytest.approx(1.3)
+
+
 def test_of_a_device_that_is_behind_one_step_is_measured_after_the_other():
     run = Run()
     for _ in range(3):

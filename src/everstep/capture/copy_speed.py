@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import torch
 
 _NEW = 0.3
+_GROWTH_MAX = 2.0
+"""A step counts as that many usual ones at most."""
 _SIZE_MIN = 1 << 20
 _STEADY = 0.02
 """A mean that changed by a smaller part counts as unchanged: windows leave more room (FILL)."""
@@ -74,15 +76,20 @@ class CopySpeed:
         """An update comes next; before anything waits for copies."""
         if self._marks and all(each.query() for pair in self._marks for each in pair):
             # The shortest of several devices: any piece may lie there.
-            self.overlap_s = _mean(self.overlap_s, min(map(_seconds, self._marks)))
+            self._note(min(map(_seconds, self._marks)))
             self._marks = []
         if self._call is None:
             return
         (began, begins), self._call = self._call, None
         if not begins:
-            self.overlap_s = _mean(self.overlap_s, self._clock() - began)
+            self._note(self._clock() - began)
         elif not self._marks:  # else the device is behind, and this step is left out
             self._marks = [(begin, self._mark(device)) for device, begin in begins.items()]
+
+    def _note(self, overlap_s: float) -> None:
+        """Of one step. One in which training paused (to evaluate, say) is no longer for that."""
+        known = self.overlap_s
+        self.overlap_s = _mean(known, min(overlap_s, _GROWTH_MAX * (known or overlap_s)))
 
     def copied(self, spans: Iterable[Span], size: int, seconds: float) -> None:
         """All of one capture, of `size` bytes, is there, after `seconds` of host time. `spans`: of
