@@ -36,18 +36,9 @@ class Full:
 
     def __post_init__(self) -> None:
         """Raises ValueError, TypeError."""
-        if self.thin is None:
-            return
-        is_named = isinstance(self.thin, Mapping) and all(type(key) is str for key in self.thin)
-        if not is_named or not self.thin:
-            raise TypeError(f"thin must be a dict of factors by patterns, not {self.thin!r}")
-        for pattern, factor in self.thin.items():
-            if type(factor) is not int or factor < 2:
-                raise ValueError(
-                    f"thin[{pattern!r}] must be a whole number of saves from 2 on, not {factor!r}; "
-                    f"what is to be in each save is left out of thin"
-                )
-        object.__setattr__(self, "thin", dict(self.thin))
+        check_names("thin", self.thin)
+        for pattern, factor in (self.thin or {}).items():
+            _check_count(f"thin[{pattern!r}]", factor or 0, "saves")
 
 
 @dataclass(frozen=True, slots=True)

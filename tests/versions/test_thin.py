@@ -296,12 +296,10 @@ def test_kills(store, kills):
 @pytest.mark.parametrize(
     ("thin", "error", "says"),
     [
-        ({"model.blocks.*": 1}, ValueError, "from 2 on"),
-        ({"model.blocks.*": 2.0}, ValueError, "from 2 on"),
-        ({"model.blocks.*": True}, ValueError, "from 2 on"),
-        ({}, TypeError, "dict of factors"),
-        (["model.blocks.*"], TypeError, "dict of factors"),
-        ({3: 2}, TypeError, "dict of factors"),
+        ({"model.blocks.*": 0}, ValueError, "positive number of saves"),
+        ({"model.blocks.*": 2.0}, ValueError, "positive number of saves"),
+        ({"model.blocks.*": None}, ValueError, "positive number of saves"),
+        (["model.blocks.*"], TypeError, "a dict by names"),
     ],
 )
 def test_what_cannot_be_is_refused(thin, error, says):

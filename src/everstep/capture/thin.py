@@ -22,7 +22,6 @@ from zlib import crc32
 from everstep.capture.spread import Spread
 from everstep.capture.strategy import Captured, Request, Run
 from everstep.capture.window import why_undivided
-from everstep.format.manifest import THIN
 from everstep.format.tables import state_names
 from everstep.handle import SaveHandle
 from everstep.state.view import Collected, Walk
@@ -36,7 +35,7 @@ class Thin(Spread):
     def __init__(self, run: Run, every: int, factors: Mapping[str, int]) -> None:
         super().__init__(run, every, window=1)
         self._factors = factors
-        self._patterns = [(_compiled(pattern), factor) for pattern, factor in factors.items()]
+        self._patterns = [(_compiled(str(pattern)), factor) for pattern, factor in factors.items()]
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
         """What each turn is of, from 1 on: a factor, and which of its saves."""
         self._dealt: ref[Walk] | None = None
@@ -72,7 +71,7 @@ class Thin(Spread):
 
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
-        return {**super().describe(), THIN: dict(self._factors)}
+        return {**super().describe(), "thin": dict(self._factors)}
 
     def _deal(self, collected: Collected) -> None:
         """At the first save ranks agree that there is something to each pattern. Raises

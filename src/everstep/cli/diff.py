@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ def run(args: argparse.Namespace) -> Answer:
         sides = [(disk, [step]) for step in steps]
     from everstep.restore.load import Loader
     from everstep.restore.whole import Whole
+    from everstep.state.objects import plain_json
     from everstep.versions.diff import compare
 
     places = [(disk, catalog.find(disk, step)) for disk, (step,) in sides]
@@ -57,7 +59,7 @@ def run(args: argparse.Namespace) -> Answer:
     facts = {
         "first": str(places[0][1]),
         "second": str(places[1][1]),
-        "changed": [each.to_json() for each in changed],
+        "changed": [plain_json(asdict(each), each.name) for each in changed],
         "equal": [each.name for each in changes if not each.changed],
         **others,
         "seconds": progress.seconds,

@@ -26,9 +26,6 @@ LEFT_OUT = "left_out"
 """Stands in what is said of a record's capture: the parts of which it has no tensors, so that it is
 not exact."""
 
-THIN = "thin"
-"""Stands in what is said of the capture of a state of which some is saved in turn."""
-
 FORMS = ("clips", "compressed")
 """What a record's calls say of gradients that are not as the optimizer consumed them."""
 
@@ -254,7 +251,7 @@ class Manifest:
     @property
     def is_thinned(self) -> bool:
         """Whether some of its tensors are of earlier steps, as they are saved in turn."""
-        return not self.exact and THIN in self.capture
+        return not self.exact and "thin" in self.capture
 
     @property
     def all_parts(self) -> tuple[Part, ...]:

@@ -17,7 +17,7 @@ import mmap
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ from everstep.format.packs import in_groups, pack_starts, round_up
 from everstep.format.tables import Extent, FileLink, Table, decode_table, extents
 from everstep.keeper.encoder import Base, Encoding
 from everstep.keeper.job import Job
-from everstep.keeper.still import Content, Kept, Seen, contents
+from everstep.keeper.still import Content, Seen, contents
 from everstep.keeper.writer import Writer
 from everstep.store import commit, names
 from everstep.tiers.bucket import Upload
@@ -163,25 +163,28 @@ class Data:
         is_record: bool,
         link_bytes_per_s: float | None = None,
         base: Base | None = None,
-        kept: Kept | None = None,
+        kept: Part | None = None,
+        turns: Container[int] = (),
     ) -> None:
         """`link_bytes_per_s`: of the slowest tier that it goes to. `base`: what chunks may be
-        differences to. `kept`: which packs the image has nothing of. Raises Unsupported where a
-        trainer gives its slot up."""
+        differences to. `kept`: has the packs of these `turns`, of which the image has
+        nothing. Raises Unsupported where a trainer gives its slot up."""
         self.document = image.parsed.document
         self._written: dict[int, tuple[FileLink, NewFile | Upload]] = {}
         """By the number of the pack; no file is durable before it is finished."""
         self._links: dict[int, FileLink] = {}
         self._known: dict[int, Stored] = {}
         """What lies behind digests, but for those that are still made."""
+        shapes = image.parsed.table.packs
         if kept:
-            self._links = {number: kept.part.packs[number] for number in kept.numbers}
+            self._links = {
+                n: kept.packs[n] for n, shape in enumerate(shapes) if shape.turn in turns
+            }
             rows = (each for each in image.parsed.extents if each.pack in self._links)
-            self._known = {e.digest: Stored(e.size, kept.part.digests[e.digest]) for e in rows}
+            self._known = {e.digest: Stored(e.size, kept.digests[e.digest]) for e in rows}
         self._seconds = 0.0
         self._writer = writer
         self._image = image
-        shapes = image.parsed.table.packs
         self._is_record = is_record
         self._encoding = writer.encoder.begin(
             self.document,

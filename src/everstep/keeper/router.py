@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from everstep.errors import Conflict, EverstepError, Unavailable
-from everstep.format.manifest import THIN
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.measured import Speed
 from everstep.keeper.persist import persist
@@ -78,7 +77,7 @@ class Router:
         said = save.describe()
         capture = said["capture"]
         is_whole = not (said["record"] or said["share"] or said["tag"] or said["streams"])
-        leads_on = capture.get("strategy") == "log" or THIN in capture
+        leads_on = capture.get("strategy") == "log" or "thin" in capture
         if not is_whole or leads_on or not self._writer.epoch:
             return "local"
         local, size = _measured(self._writer.disk, self._writer.speed), save.size

@@ -6,7 +6,7 @@ manifests reach, and a manifest appears only while all files that it names are t
 """
 
 import logging
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from operator import eq
 from typing import NamedTuple
 
@@ -41,42 +41,22 @@ class _Last(NamedTuple):
     quiet: Set[str]
 
 
-class Kept(NamedTuple):
-    """Packs of which nothing is captured this time, by their numbers: the part of the checkpoint
-    before that has them."""
-
-    part: Part
-    numbers: Sequence[int]
-
-
 def find_kept(
-    disk: Tier,
-    parent: Mapping[str, int] | None,
-    node: int,
-    document: bytes,
-    table: Table,
-    turns: Container[int],
-) -> Kept | None:
-    """What a thinned state has of those of these `turns`; None where this `node` has no packs of
-    them. Raises Unavailable where the checkpoint before has not got them: the next save writes
-    all."""
-    numbers = [number for number, pack in enumerate(table.packs) if pack.turn in turns]
-    if not numbers:
-        return None
+    disk: Tier, parent: Mapping[str, int] | None, node: int, document: bytes, table: Table
+) -> Part:
+    """That of the checkpoint before, whose packs are named in place of those that are not due in a
+    thinned state. Raises Unavailable where it lies in other packs: the next save writes all."""
     try:
-        before = catalog.read_manifest(disk, CheckpointName(**parent)) if parent else None
-        for part in before.parts if before else ():
+        before = catalog.read_manifest(disk, CheckpointName(**parent)).parts if parent else ()
+        for part in before:
             # Of several nodes, the hyperparameters of one may be numbered anew in its table.
             if part.table.digest == digest_of(document) or (
                 part.rank == node and table.has_layout_of(catalog.read_table(disk, part))
             ):
-                return Kept(part, numbers)
+                return part
+        raise Unavailable(f"{parent or 'no checkpoint'} has not got it. All is written next")
     except EverstepError as error:
         raise Unavailable(f"looking for what is not due at this save: {error}") from error
-    raise Unavailable(
-        f"looking for what is not due at this save: {parent or 'no checkpoint'} has not got it. "
-        f"All is written next"
-    )
 
 
 class StillPacks:

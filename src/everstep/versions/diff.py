@@ -15,7 +15,6 @@ from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.packs import CHUNK_BYTES, chunk_count
 from everstep.restore.whole import Whole, kind_of
-from everstep.state.objects import plain_json
 from everstep.store.copy import Progress
 
 _ELEMENTS = 1 << 20
@@ -31,25 +30,9 @@ class Change:
     name: str
     elements: int
     changed: int = 0
+    norm: float = 0.0
+    norm_before: float | None = 0.0
     largest: float = 0.0
-    squares: float = 0.0
-    squares_before: float | None = 0.0
-
-    @property
-    def norm(self) -> float:
-        """Of the change."""
-        return math.sqrt(self.squares)
-
-    @property
-    def norm_before(self) -> float | None:
-        """Of the tensor in the first checkpoint."""
-        return None if self.squares_before is None else math.sqrt(self.squares_before)
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs. What is no number is a text."""
-        names = "name", "elements", "changed", "norm", "norm_before", "largest"
-        found: dict[str, Any] = plain_json({n: getattr(self, n) for n in names}, self.name)
-        return found
 
 
 def compare(
@@ -70,7 +53,7 @@ def compare(
     for name, change in changes.items():
         boxes = list(_differing(first, second, name, pairs[name]))
         if sum(box.count for box in boxes) < change.elements:
-            change.squares_before = None
+            change.norm_before = None
         rows += [(name, box) for box in boxes]
     done, total = 0, sum(first.size(*row) for row in rows)
     told = second.read_boxes((pairs[name], box) for name, box in rows)
@@ -123,10 +106,10 @@ def _add(change: Change, before: torch.Tensor, after: torch.Tensor) -> None:
         change.changed += int(differs.sum())
         a, b = _numbers(a), _numbers(b)
         delta = torch.where(differs, torch.linalg.vector_norm(b - a, dim=-1), 0.0)
-        change.squares += float(delta.square().sum())
+        change.norm = math.hypot(change.norm, torch.linalg.vector_norm(delta))
         change.largest = float(torch.tensor([change.largest, *delta.max()[None]]).max())
-        if change.squares_before is not None:
-            change.squares_before += float(a.square().sum())
+        if change.norm_before is not None:
+            change.norm_before = math.hypot(change.norm_before, torch.linalg.vector_norm(a))
 
 
 def _bits(flat: torch.Tensor) -> torch.Tensor:

@@ -76,19 +76,14 @@ def new_store(to: str, what: str) -> Tier:
 def _open_all(
     sources: Iterable[Source], to: str, loader: Loader, problems: list[str]
 ) -> dict[Source | None, Whole]:
-    """The checkpoints of a recipe, each opened once. Notes what cannot be had."""
+    """The checkpoints of a recipe. Notes what cannot be had."""
     found: dict[Source | None, Whole] = {}
-    opened: dict[tuple[str, CheckpointName], Whole] = {}
     for source in dict.fromkeys(sources):
         try:
             if name_of(source.store) == name_of(to):
                 raise ValueError("it is where the merged checkpoint is to be")
             disk = tier_at(source.store)
-            name = catalog.find(disk, source.step)
-            key = str(disk.root), name
-            if key not in opened:
-                opened[key] = Whole(disk, name, loader)
-            found[source] = opened[key]
+            found[source] = Whole(disk, catalog.find(disk, source.step), loader)
         except (EverstepError, ValueError, OSError) as error:
             problems.append(f"{source}: {error}")
     return found

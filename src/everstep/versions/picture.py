@@ -28,7 +28,7 @@ def draw(changes: Iterable[Change], title: str, path: Path) -> None:
     layers: dict[str, tuple[float, int]] = {}
     for change in sorted(changes, key=lambda change: _natural(change.name)):
         squares, elements = layers.get(layer_of(change.name), (0.0, 0))
-        layers[layer_of(change.name)] = squares + change.squares, elements + change.elements
+        layers[layer_of(change.name)] = squares + change.norm**2, elements + change.elements
     values = [math.sqrt(squares / max(1, elements)) for squares, elements in layers.values()]
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(8, 1.2 + 0.24 * len(layers)), layout="constrained")
