@@ -15,6 +15,7 @@ Source: LLMTailor (layer-wise tailoring of checkpoints).
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 from weakref import ref
 from zlib import crc32
@@ -35,7 +36,6 @@ class Thin(Spread):
     def __init__(self, run: Run, every: int, factors: Mapping[str, int]) -> None:
         super().__init__(run, every, window=1)
         self._factors = factors
-        self._patterns = [(_compiled(str(pattern)), factor) for pattern, factor in factors.items()]
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
         """What each turn is of, from 1 on: a factor, and which of its saves."""
         self._dealt: ref[Walk] | None = None
@@ -61,8 +61,7 @@ class Thin(Spread):
     def begun(self, captured: Captured, handle: SaveHandle) -> None:
         """See Strategy."""
         super().begun(captured, handle)
-        is_thinned = captured.kept and self._saves is not None
-        self._saves = (self._saves or 0) + 1 if is_thinned else 0
+        self._saves = (self._saves or 0) + 1 if captured.kept else 0
 
     def break_off(self) -> None:
         """See Strategy."""
@@ -76,44 +75,44 @@ class Thin(Spread):
     def _deal(self, collected: Collected) -> None:
         """At the first save ranks agree that there is something to each pattern. Raises
         ValueError."""
-        walk, numbers, turns = collected.walk, set[int](), dict[str, int]()
+        walk, matched, turns = collected.walk, set[str](), dict[str, int]()
         of_optimizers = dict(state_names(walk.optimizers))
         for name in {leaf.name for leaf in walk.leaves}.difference(of_optimizers):
             called = (name, *collected.aliases.get(name, ()))
             if match := next(filter(None, map(self._match, called)), None):
-                numbers.add(match[0])
+                matched.add(match[0])
                 turns |= dict.fromkeys(called, match[1])
         turns |= {name: turns[p] for name, p in of_optimizers.items() if p in turns}
         if self._dealt is None:
-            self._check(numbers, [leaf.name for leaf in walk.leaves])
+            self._check(matched, [leaf.name for leaf in walk.leaves])
         self._dealt, self._turns = ref(walk), turns
 
-    def _check(self, numbers: set[int], names: Sequence[str]) -> None:
-        said = sorted(numbers), why_undivided(self._run.optimizers)
+    def _check(self, matched: set[str], names: Sequence[str]) -> None:
+        said = sorted(matched), why_undivided(self._run.optimizers)
         each = self._run.ranks.world.gather("looking for what is to be thinned", said)
         if why := next((why for _, why in each if why), None):
             raise ValueError(f"everstep.Full(thin=...): {why}. Leave thin= out")
-        found = {number for numbers, _ in each for number in numbers}
-        missing = [each for number, each in enumerate(self._factors) if number not in found]
-        if missing:
+        found = {pattern for patterns, _ in each for pattern in patterns}
+        if missing := [pattern for pattern in self._factors if pattern not in found]:
             raise ValueError(
                 f"everstep.Full(thin=...): no parameter or buffer of the state is called, or in a "
                 f"module called, {' or '.join(map(repr, missing))} (optimizer state goes with its "
                 f"parameter). Names here are like {', '.join(map(repr, names[:4]))}"
             )
 
-    def _match(self, name: str) -> tuple[int, int] | None:
-        """By the first pattern that has it: its number, and the turn. That follows from the name,
-        as ranks have different ones: modules in a row are numbered."""
-        for number, (pattern, factor) in enumerate(self._patterns):
-            if match := pattern.match(name):
+    def _match(self, name: str) -> tuple[str, int] | None:
+        """The first pattern that has it, and the turn. That follows from the name, as ranks have
+        different ones: modules in a row are numbered."""
+        for pattern, factor in self._factors.items():
+            if match := _compiled(pattern).match(name):
                 module = match[0].split(".")
                 numbered = [int(part) for part in module if part.isdecimal()]
-                place = sum(numbered) if numbered else number + crc32(match[0].encode())
-                return number, self._slots.index((factor, place % factor)) + 1
+                place = sum(numbered) if numbered else crc32(match[0].encode())
+                return pattern, self._slots.index((factor, place % factor)) + 1
         return None
 
 
+@cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     """A star is one name between dots; what is below a match is matched."""
     parts = (r"[^.]+" if part == "*" else re.escape(part) for part in pattern.split("."))

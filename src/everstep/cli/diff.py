@@ -26,9 +26,6 @@ _TITLES = ("TENSOR", "CHANGED", "LARGEST", "NORM", "RELATIVE")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
     add_words(parser, "A [OTHER] B", more=_MEANING, are_needed=True)
-    parser.add_argument(
-        "--all", action="store_true", help="list all tensors that differ, not only weights"
-    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, by layer: PNG or SVG")
 
 
@@ -64,7 +61,7 @@ def run(args: argparse.Namespace) -> Answer:
         **others,
         "seconds": progress.seconds,
     }
-    shown = [each for each in changed if args.all or each.name in first.weights]
+    shown = [each for each in changed if each.name in first.weights]
     lines = list(_lines(facts, shown)) or ["nothing differs"]
     equal = text.plural(len(facts["equal"]), "tensor")
     return Answer(facts, [text.paint(title, "title"), *lines, f"{equal} equal"])
@@ -75,7 +72,7 @@ def _lines(facts: dict[str, Any], shown: list["Change"]) -> Iterator[str]:
         yield from text.table(_TITLES, list(map(_cells, shown)), right=_TITLES[1:])
     names = {each["name"] for each in facts["changed"]} - {change.name for change in shown}
     for part, count in Counter(name.partition(".")[0] for name in sorted(names)).items():
-        yield f"{text.clean(part)}: {text.plural(count, 'tensor')} changed (--all lists them)"
+        yield f"{text.clean(part)}: {text.plural(count, 'tensor')} changed (--json lists them)"
     for name, (first, second) in facts["other"].items():
         yield f"{text.clean(name)}: {first} → {second}"
     for which in ("first", "second"):

@@ -12,8 +12,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The words and options of the command."""
     name = "NAME: the tag, which moves where it names another checkpoint"
     add_words(parser, "STEP NAME", more=name)
-    ways = ("STEP NAME", "--delete NAME")
-    parser.usage = "\n       ".join(f"%(prog)s [STORE] {way} [options]" for way in ways)
     parser.add_argument("--delete", metavar="NAME", help="the tag that is to name nothing any more")
 
 

@@ -67,7 +67,7 @@ class Draft:
         """Bytes of all tensors that are not borrowed."""
         return sum(found.size for found in self.tensors.values())
 
-    def add_tensor(self, name: str, found: Found) -> None:
+    def add_tensor(self, name: str, found: Found, aliases: Sequence[str] = ()) -> None:
         """Raises Corrupt for one that is there, or is not all there."""
         if name in self.tensors:
             raise Corrupt(f"reading {self.where}: two tensors are called {name!r}")
@@ -77,7 +77,7 @@ class Draft:
         if flaw := find_flaw(found.shape, boxes):
             problem = "two pieces overlap" if flaw.members else "no piece has the elements"
             raise Corrupt(f"reading {self.where}: of {name!r} {problem} at {flaw.box}")
-        self.tensors[name] = found
+        self.tensors[name], self.aliases[name] = found, list(aliases)
 
     def add_weights(self, part: str, weights: Mapping[str, Found]) -> None:
         """Those of a model, which may be tied."""

@@ -42,8 +42,7 @@ def average(
         told = ", ".join(f"{s:g} × {n}" for n, s in zip(chosen, shares, strict=True))
         draft = Draft(str(disk.root), told, strategy="average", like=wholes[-1].manifest)
         for weight, entry in wholes[-1].weights.items():
-            draft.add_tensor(weight, _mean(wholes, shares, weight))
-            draft.aliases[weight] = list(entry.aliases)
+            draft.add_tensor(weight, _mean(wholes, shares, weight), entry.aliases)
         if not draft.tensors:
             raise Mismatch(f"averaging steps of {disk.root}: they have no weights")
         return write(target, draft, max(name.step for name in chosen), progress=progress)

@@ -148,18 +148,14 @@ class _Plan:
             if new not in own["groups"]:
                 continue
             chosen = source.hyperparameters.get(optimizer, {}).get(name)
-            if chosen is None:
-                self.problems.append(
-                    f"{where}: it has no state of {optimizer!r} for {name!r}: optimizer = false "
-                    f"leaves the base's"
-                )
-                continue
             objects = source.manifest.objects.get(optimizer) or {}
             plain = objects.get("state", {}).get(name)
-            if "state_dict" in objects or next(iter(references([chosen, plain])), None):
+            is_own = "state_dict" in objects or any(references([chosen, plain]))
+            if chosen is None or is_own:
+                has = "what only its own program can take apart" if is_own else "no state"
                 self.problems.append(
-                    f"{where}: {optimizer!r} keeps for {name!r} what only its own program can take "
-                    f"apart: optimizer = false leaves the base's"
+                    f"{where}: of {optimizer!r} it has {has} for {name!r}: optimizer = false "
+                    f"leaves the base's"
                 )
                 continue
             for key in own["state"].pop(new, ()):
@@ -197,8 +193,7 @@ class _Plan:
             if whole.sharable and name not in own:
                 own[name] = entry
                 continue
-            draft.add_tensor(new, found_in([whole], name))
-            draft.aliases[new] = list(entry.aliases)
+            draft.add_tensor(new, found_in([whole], name), entry.aliases)
         for whole, wanted in shared.items():
             draft.borrowed += _borrowed(whole, wanted)
         return draft

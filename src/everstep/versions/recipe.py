@@ -25,19 +25,15 @@ _DOCS = "docs/versions.md tells what a recipe is"
 _TOKENS = re.compile(r"\*\*|\*|\{(\d{1,4})\.\.(\d{1,4})\}|\{([^{}]*)\}|[^*{]+|.", re.DOTALL)
 
 
-def _text(value: object) -> bool:
-    return type(value) is str and bool(value) and "\0" not in value
-
-
 def _none(value: object) -> bool:
     return False
 
 
 _SOURCE: Shape = (
-    {"store": _text, "step": (int, str), "tag?": _none},
-    {"store": _text, "tag": str, "step?": _none},
+    {"store": str, "step": (int, str), "tag?": _none},
+    {"store": str, "tag": str, "step?": _none},
 )
-_TAKE: Shape = {"from": _SOURCE, "tensors": _text, "rename?": {str: str}, "optimizer?": bool}
+_TAKE: Shape = {"from": _SOURCE, "tensors": str, "rename?": {str: str}, "optimizer?": bool}
 
 
 @dataclass(frozen=True, slots=True)

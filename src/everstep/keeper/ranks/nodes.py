@@ -349,15 +349,17 @@ def _are_due(step: int, parts: Sequence[Part], tables: Sequence[Table]) -> bool:
     """Whether all that is saved in turn is of this step. Raises Unavailable where nodes are at
     other turns (see merge_descriptions): a tensor that is cut into pieces over them would be of two
     steps."""
-    of_turns = dict[int, int]()
-    for part, table in zip(parts, tables, strict=True):
-        for pack, of in zip(table.packs, names.pack_steps(table, part.packs, step), strict=True):
-            if pack.turn and of_turns.setdefault(pack.turn, of) != of:
-                raise Unavailable(
-                    f"saving step {step}: of what is saved in turn, node {part.rank} has step {of} "
-                    f"where another one has step {of_turns[pack.turn]}. All save all next"
-                )
-    return {step}.issuperset(of_turns.values())
+    turns = {
+        (pack.turn, of)
+        for part, table in zip(parts, tables, strict=True)
+        for pack, of in zip(table.packs, names.pack_steps(table, part.packs, step), strict=True)
+    }
+    if len(turns) > len({turn for turn, _ in turns}):
+        raise Unavailable(
+            f"saving step {step}: of what is saved in turn, nodes have other steps than others "
+            f"(turn, step: {sorted(turns)}). All save all next"
+        )
+    return all(of == step for _, of in turns)
 
 
 def hashable(mapping: Sequence[Mapping[str, Sequence[int]]]) -> tuple[Any, ...]:
