@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
-from weakref import ref
 from zlib import crc32
 
 from everstep.capture.spread import Spread
@@ -25,7 +24,7 @@ from everstep.capture.strategy import Captured, Request, Run
 from everstep.capture.window import why_undivided
 from everstep.format.tables import state_names
 from everstep.handle import SaveHandle
-from everstep.state.view import Collected, Walk
+from everstep.state.view import Collected
 
 
 class Thin(Spread):
@@ -38,19 +37,18 @@ class Thin(Spread):
         self._factors = factors
         self._slots = [(n, slot) for n in sorted(set(factors.values())) for slot in range(n)]
         """What each turn is of, from 1 on: a factor, and which of its saves."""
-        self._dealt: ref[Walk] | None = None
         self._turns: dict[str, int] = {}
-        """Of that walk's tensors, by their names, those that have one."""
+        """Of the walk's tensors, by their names, those that have one."""
         self._saves: int | None = None
         """Since the last one that had all; None: the next has."""
 
     def choose(self, request: Request, collected: Collected) -> Captured | None:
         """See Strategy: what has a name, and the last before the end, has all."""
+        if self._walk is not collected.walk:
+            self._deal(collected)
         captured = super().choose(request, collected)
         if captured is None:
             return None
-        if self._dealt is None or self._dealt() is not collected.walk:
-            self._deal(collected)
         saves = self._saves
         if saves is None or request.tag or request.must_wait:
             return replace(captured, turns=self._turns)
@@ -83,9 +81,9 @@ class Thin(Spread):
                 matched.add(match[0])
                 turns |= dict.fromkeys(called, match[1])
         turns |= {name: turns[p] for name, p in of_optimizers.items() if p in turns}
-        if self._dealt is None:
+        if self._walk is None:
             self._check(matched, [leaf.name for leaf in walk.leaves])
-        self._dealt, self._turns = ref(walk), turns
+        self._turns = turns
 
     def _check(self, matched: set[str], names: Sequence[str]) -> None:
         said = sorted(matched), why_undivided(self._run.optimizers)

@@ -86,7 +86,7 @@ def _facts(disk: Tier, name: CheckpointName) -> dict[str, Any]:
         "exact": manifest.exact and chain[0].exact,
         "tags": tags_of(disk).get(name, []),
         "base": asdict(base) if (base := manifest.behind) and not manifest.previous else None,
-        "thinned": sorted({each["step"] for each in tensors}) if manifest.is_thinned else [],
+        "thinned": sorted({t["step"] for t in tensors}) if "thin" in manifest.capture else [],
         "chain": _chain_facts(chain) if manifest.previous and not broken else None,
         "broken": broken,
         "unproven": catalog.read_unproven(disk).get(name),

@@ -249,11 +249,6 @@ class Manifest:
         return self.previous or next((part.base for part in self.parts if part.base), None)
 
     @property
-    def is_thinned(self) -> bool:
-        """Whether some of its tensors are of earlier steps, as they are saved in turn."""
-        return not self.exact and "thin" in self.capture
-
-    @property
     def all_parts(self) -> tuple[Part, ...]:
         """Those of the state, and of the records; one that is both, once."""
         own = set(map(id, self.parts))

@@ -91,7 +91,7 @@ class Restore:
         step, base = self.candidate.name.step, chain.base.manifest
         only, must_be_exact = self.scope.only, self.scope.must_be_exact
         problems = []
-        if base.is_thinned:
+        if not base.exact and "thin" in base.capture:
             problems.append(
                 "some of its tensors are of earlier steps, as it was thinned (exact: false); "
                 "Store.restore_plan() tells which. A step with a tag has all of its own"
