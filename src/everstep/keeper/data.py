@@ -177,9 +177,7 @@ class Data:
         """What lies behind digests, but for those that are still made."""
         shapes = image.parsed.table.packs
         if kept:
-            self._links = {
-                n: kept.packs[n] for n, shape in enumerate(shapes) if shape.turn in turns
-            }
+            self._links = {n: kept.packs[n] for n, pack in enumerate(shapes) if pack.turn in turns}
             rows = (each for each in image.parsed.extents if each.pack in self._links)
             self._known = {e.digest: Stored(e.size, kept.digests[e.digest]) for e in rows}
         self._seconds = 0.0

@@ -49,7 +49,7 @@ def merge(
     with Loader() as loader:
         wanted = filter(None, (base, *(take.source for take in takes)))
         sources = _open_all(wanted, to, loader, problems)
-        plan = _Plan(sources[base], problems) if base in sources else None
+        plan = _Plan(recipe, sources[base], problems) if base in sources else None
         for take in takes:
             if plan and take.source in sources:
                 plan.take(take, sources[take.source])
@@ -57,11 +57,9 @@ def merge(
             raise Mismatch(
                 f"merging {recipe}: nothing was written, as not all fits: {'; '.join(problems)}"
             )
-        target = new_store(to, "merging")
-        draft = plan.draft(recipe)
+        target, draft = new_store(to, "merging"), plan.finish()
         name = write(target, draft, plan.base.name.step, progress=progress)
-    size = sum(each.size for each in draft.tensors.values())
-    size += sum(each.part.size for each in draft.borrowed) - draft.bytes_shared
+    size = draft.size + sum(each.part.size for each in draft.borrowed) - draft.bytes_shared
     return name, {"tensors": plan.counts(), "bytes": size, "bytes_shared": draft.bytes_shared}
 
 
@@ -93,13 +91,14 @@ class _Plan:
     """What the merged state is: at first the base. `tensors`: by first names, with the entry as it
     will be, the source and the name there."""
 
-    def __init__(self, base: Whole, problems: list[str]) -> None:
+    def __init__(self, recipe: Path, base: Whole, problems: list[str]) -> None:
         said = base.manifest
         self.base, self.problems = base, problems
         self.tensors = {name: (entry, base, name) for name, entry in base.entries.items()}
-        self.optimizers = copy.deepcopy(base.optimizers)
-        self.hyperparameters = copy.deepcopy(said.hyperparameters)
-        self.objects = copy.deepcopy(said.objects)
+        self.draft = draft = Draft(str(recipe), "", strategy="merge", like=said, ranks=said.ranks)
+        draft.optimizers = copy.deepcopy(base.optimizers)
+        draft.hyperparameters = copy.deepcopy(said.hyperparameters)
+        draft.objects = copy.deepcopy(said.objects)
         self._taken: set[str] = set()
         if said.streams:
             streams = ", ".join(said.streams)
@@ -109,42 +108,44 @@ class _Plan:
 
     def take(self, take: Take, source: Whole) -> None:
         """Put what it means in the place of what the base has. Notes problems."""
-        where = f"take {take.number} (of {take.source})"
+
+        def say(problem: str) -> None:
+            self.problems.append(f"take {take.number} (of {take.source}): {problem}")
+
         chosen = {
             name: called
             for name, entry in source.weights.items()
             if (called := next(filter(take.matches, (name, *entry.aliases)), None))
         }
         if not chosen:
-            self.problems.append(f"{where}: no tensor is called {take.tensors!r}")
+            say(f"no tensor is called {take.tensors!r}")
         for old in take.rename:
             if not any(f"{called}.".startswith(f"{old}.") for called in chosen.values()):
-                self.problems.append(f"{where}: nothing that is taken is called {old!r}, or in it")
+                say(f"nothing that is taken is called {old!r}, or in it")
         for name, called in chosen.items():
             new = take.renamed(called)
             new = self.base.firsts.get(new, new)
-            if new not in self.base.entries:
-                self.problems.append(f"{where}: the base has no tensor {new!r}")
-            elif (said := kind_of(source.entries[name])) != (
-                own := kind_of(self.base.entries[new])
-            ):
-                self.problems.append(f"{where}: {name!r} is {said}, and {new!r} {own} in the base")
+            known = self.base.entries.get(new)
+            if known is None:
+                say(f"the base has no tensor {new!r}")
+            elif (said := kind_of(source.entries[name])) != (own := kind_of(known)):
+                say(f"{name!r} is {said}, and {new!r} {own} in the base")
             elif new in self._taken:
-                self.problems.append(f"{where}: {new!r} is taken twice")
+                say(f"{new!r} is taken twice")
             else:
                 self._taken.add(new)
                 self._put(new, source, name)
                 if take.optimizer:
-                    self._take_state(where, source, name, new)
+                    self._take_state(say, source, name, new)
 
     def _put(self, new: str, source: Whole, name: str) -> None:
         entry = source.entries[name]
         known = self.base.entries.get(new, replace(entry, aliases=(), strides=None))
         self.tensors[new] = replace(known, spec=replace(entry.spec, name=new)), source, name
 
-    def _take_state(self, where: str, source: Whole, name: str, new: str) -> None:
+    def _take_state(self, say: Callable[[str], object], source: Whole, name: str, new: str) -> None:
         """The optimizer state and hyperparameters of a parameter."""
-        for optimizer, own in self.optimizers.items():
+        for optimizer, own in self.draft.optimizers.items():
             if new not in own["groups"]:
                 continue
             chosen = source.hyperparameters.get(optimizer, {}).get(name)
@@ -153,10 +154,7 @@ class _Plan:
             is_own = "state_dict" in objects or any(references([chosen, plain]))
             if chosen is None or is_own:
                 has = "what only its own program can take apart" if is_own else "no state"
-                self.problems.append(
-                    f"{where}: of {optimizer!r} it has {has} for {name!r}: optimizer = false "
-                    f"leaves the base's"
-                )
+                say(f"{has} of {optimizer!r} for {name!r}: optimizer = false leaves the base's")
                 continue
             for key in own["state"].pop(new, ()):
                 self.tensors.pop(f"{optimizer}.{new}.{key}", None)
@@ -164,12 +162,12 @@ class _Plan:
                 own["state"][new] = list(keys)
                 for key in keys:
                     self._put(f"{optimizer}.{new}.{key}", source, f"{optimizer}.{name}.{key}")
-            kept = self.objects.get(optimizer) or {"state": {}, "other": {}}
+            kept = self.draft.objects.get(optimizer) or {"state": {}, "other": {}}
             kept.get("state", {}).pop(new, None)
             if plain is not None:
                 kept["state"][new] = plain
-                self.objects[optimizer] = kept
-            mine = self.hyperparameters.setdefault(optimizer, [])
+                self.draft.objects[optimizer] = kept
+            mine = self.draft.hyperparameters.setdefault(optimizer, [])
             if repr(chosen) not in map(repr, mine):
                 mine.append(chosen)
             own["groups"][new] = list(map(repr, mine)).index(repr(chosen))
@@ -179,13 +177,10 @@ class _Plan:
         told = (f"{whole.disk.root} {whole.name}" for _, whole, _ in self.tensors.values())
         return dict(Counter(told))
 
-    def draft(self, recipe: Path) -> Draft:
+    def finish(self) -> Draft:
         """All of it, to be written."""
-        draft = Draft(
-            str(recipe), ", ".join(self.counts()), strategy="merge", like=self.base.manifest
-        )
-        draft.optimizers, draft.hyperparameters = self.optimizers, self.hyperparameters
-        draft.objects, draft.ranks = self.objects, self.base.manifest.ranks
+        draft = self.draft
+        draft.kind = ", ".join(self.counts())
         draft.exact = all(whole.is_exact for _, whole, _ in self.tensors.values())
         shared: dict[Whole, dict[str, TensorEntry]] = {}
         for new, (entry, whole, name) in self.tensors.items():
