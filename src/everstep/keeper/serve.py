@@ -54,9 +54,9 @@ class Address(NamedTuple):
             raise ValueError(f"an address of a partner: {host!r}, {port!r}")
         return cls(host, port, secret)
 
-    def peer(self, tier: str, away_s: float = 0.0) -> Peer:
+    def peer(self, tier: str, **options: Any) -> Peer:
         """One of the tiers that are served there: "memory" or "store"."""
-        return Peer((self.host, self.port), bytes.fromhex(self.secret), tier, away_s=away_s)
+        return Peer((self.host, self.port), bytes.fromhex(self.secret), tier, **options)
 
 
 class Service(socketserver.ThreadingTCPServer):

@@ -70,9 +70,9 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
     nodes = [addresses.get(node) for node in range(place.nodes)]
     client.meet({"run": run, "nodes": nodes, "replicates": replicates})
     world.gather("the nodes have met", None)
-    found = [address.peer("memory", BUSY_S) for address in addresses.values()]
+    found = [address.peer("memory", away_s=BUSY_S) for address in addresses.values()]
     if place.own_store:
-        stores = [a.peer("store", BUSY_S) for n, a in addresses.items() if n != place.node]
+        stores = [a.peer("store", away_s=BUSY_S) for n, a in addresses.items() if n != place.node]
 
         def learn() -> None:
             """What the others have, and this one has missed, or lost."""

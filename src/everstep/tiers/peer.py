@@ -150,13 +150,15 @@ class Peer(Objects):
         tier: str = "memory",
         patience_s: float = PATIENCE_S,
         away_s: float = 0.0,
+        is_awaited: Callable[[], bool] = lambda: True,
     ) -> None:
         """`tier`: which of those that it serves. `away_s`: for how long a partner that is not there
-        is tried again (another keeper may be starting)."""
+        is tried again (another keeper may be starting), as long as it `is_awaited`."""
         self.root = Url(f"peer://{address[0]}:{address[1]}/{tier}")
         self._tier = tier
         self._address, self._secret = address, secret
         self._patience_s, self._away_s = patience_s, away_s
+        self._is_awaited = is_awaited
         self._idle: deque[Link] = deque()
         """As many as threads have asked at a time."""
 
@@ -224,8 +226,8 @@ class Peer(Objects):
                     stack.pop_all()  # it serves for the next one
                 break
             except (OSError, EOFError, ValueError) as error:
-                is_over = is_new and time.monotonic() - began >= self._away_s
-                if is_over or isinstance(error, (TimeoutError, ValueError)):
+                is_over = time.monotonic() - began >= self._away_s or not self._is_awaited()
+                if (is_new and is_over) or isinstance(error, (TimeoutError, ValueError)):
                     raise self._lost(f"{op} {self.root / path}", error) from error
             if is_new:
                 time.sleep(pause)

@@ -240,9 +240,9 @@ class Nodes:
             part = catalog.find_part(store, name, node, attempt) if is_told else None
             document = store.read(part.part.table.path) if part and part.part else b""
         except Unavailable:
-            if node in self.stores:  # its keeper may have died: another one starts
+            if node in self.stores and self._is_awaited():  # its trainers start another keeper
                 return None
-            raise
+            raise  # the run has ended, and its node with it
         if part and part.failed is not None:
             text = f"saving step {name.step}: node {node} has nothing: {part.failed}"
             raise _failure(text, part)

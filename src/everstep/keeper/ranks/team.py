@@ -108,7 +108,9 @@ class Team:
         if self._nodes and place.own_store:
             memories = [address.peer("memory") for address in known.values()]
             away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
-            stores = {n: a.peer("store", away_s) for n, a in known.items() if n != place.node}
+            others = {n: a for n, a in known.items() if n != place.node}
+            patience = {"away_s": away_s, "is_awaited": self.is_awaited}
+            stores = {n: a.peer("store", **patience) for n, a in others.items()}
             self._nodes.stores, disk = stores, self.writer.disk
             every = Union([disk, *stores.values(), *memories])
             own = Copier(every, disk, place.parts_of(place.node))
