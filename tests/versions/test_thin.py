@@ -4,6 +4,7 @@ is, and never refers to what is not there."""
 import contextlib
 import logging
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 
+import coded
+import forked_modules
 from commands import run, run_json
 from comparing import check_equal
 from everstep import Checkpointer, Full, Keep, Store, Tiers, Unavailable, Unsupported
@@ -307,11 +310,38 @@ def test_what_cannot_be_is_refused(thin, error, says):
         Full(thin=thin)
 
 
-def test_a_pattern_that_nothing_matches(store):
-    job = Job()
-    saver = Checkpointer(store, job.state, strategy=Full(thin={"model.layers.*": 2}))
+@pytest.mark.parametrize("pattern", ["model.layers.*", 3])
+def test_a_pattern_that_nothing_matches(store, pattern):
+    job, called = Job(), re.escape(repr(pattern))
+    saver = Checkpointer(store, job.state, strategy=Full(thin={pattern: 2}))
     job.train(1)
-    with pytest.raises(ValueError, match=r"model\.layers\.\*.*Names here are like"):
+    with pytest.raises(ValueError, match=f"is called.* {called} .*Names here are like"):
         saver.save(1)
-    with pytest.raises(Unavailable, match=r"model\.layers\.\*"):
+    with pytest.raises(Unavailable, match=called):
         saver.close()
+
+
+def test_what_is_saved_in_turn_is_nothing_to_round_from(store, monkeypatch):
+    forked_modules.begin_with(monkeypatch, coded.choose, ("rounded",))
+    masters = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(2))
+    copies = nn.ParameterList(torch.empty(512, 512, dtype=torch.bfloat16) for _ in range(2))
+    state, numbers = {"masters": masters, "copies": copies}, [1.0, 0.0, 1.0, 0.0, 2.0, 1.0]
+    with Checkpointer(store, state, strategy=Full(thin={"masters.*": 2})) as saver:
+        for step, number in enumerate(numbers, 1):
+            for parameter in (*masters.parameters(), *copies.parameters()):
+                nn.init.constant_(parameter, number)
+            saver.save(step).wait("local", timeout=60)
+    assert Store(store).verify().ok
+    for step, number in enumerate(numbers, 1):
+        found = Store(store).read(step, names=["copies.0", "copies.1"])
+        assert all((each == number).all() for each in found.values())
+
+
+def test_a_save_at_which_all_is_due_is_exact(store):
+    job = Job()
+    with Checkpointer(store, job.state, strategy=Full(thin={"model.blocks.1": 2})) as saver:
+        job.save(saver, range(1, 6))
+    found = Store(store)
+    plans = {step: found.restore_plan(step)["model.blocks.1.weight"] for step in range(1, 6)}
+    assert plans == {1: 1, 2: 1, 3: 3, 4: 3, 5: 5}
+    assert [found.manifest(step).exact for step in plans] == [True, False, True, False, True]

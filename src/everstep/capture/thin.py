@@ -102,7 +102,7 @@ class Thin(Spread):
         """The first pattern that has it, and the turn. That follows from the name, as ranks have
         different ones: modules in a row are numbered."""
         for pattern, factor in self._factors.items():
-            if match := _compiled(pattern).match(name):
+            if match := _compiled(str(pattern)).match(name):
                 module = match[0].split(".")
                 numbered = [int(part) for part in module if part.isdecimal()]
                 place = sum(numbered) if numbered else crc32(match[0].encode())

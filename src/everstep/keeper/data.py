@@ -191,7 +191,7 @@ class Data:
             link_bytes_per_s,
             is_record=is_record,
             # A copy may be of another step than the master that it is rounded from.
-            table=None if is_record or kept else image.parsed.table,
+            table=None if is_record or any(each.turn for each in shapes) else image.parsed.table,
             base=base if base and base.document == self.document else None,
         )
         self._shares: list[Future[dict[int, Stored]]] = []

@@ -162,10 +162,9 @@ class Save:
         is_state = not is_record and self._share is None and not job.nodes
         base = writer.base_for(job.step, is_tagged=is_tagged) if is_state else None
         image, parent = job.image(), self._manifest.parent
-        kept, turns = None, said["kept"]
-        if turns:
-            row = job.place.node, image.parsed.document, image.parsed.table
-            kept = find_kept(writer.disk, parent, *row)
+        kept, table = None, image.parsed.table
+        if turns := {pack.turn for pack in table.packs}.intersection(said["kept"]):
+            kept = find_kept(writer.disk, parent, job.place.node, image.parsed.document, table)
             self._manifest = replace(self._manifest, exact=False)
         self._data = Data(writer, image, is_record, link, base, kept, turns)
         self._is_begun = True
