@@ -65,7 +65,7 @@ class Job:
     def tensors(self):
         found = {f"model.{name}": tensor for name, tensor in self.model.state_dict().items()}
         for name, parameter in self.model.named_parameters():
-            for key, value in self.optimizer.state[parameter].items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
                 found[f"optimizer.model.{name}.{key}"] = value
         return {name: tensor.detach().clone() for name, tensor in found.items()}
 
@@ -123,6 +123,22 @@ def test_each_tensor_is_the_newest_that_was_saved(store, dtype):
         if name in tensors:
             wanted = job.seen[step][name].reshape(-1).view(torch.uint8).numpy().tobytes()
             assert bytes(tensors[name][2]) == wanted, name
+
+
+def test_frozen_layers_are_in_each(store):
+    job = Job(options={"width": 256})
+    job.model.blocks[:2].requires_grad_(False)
+    trained = [each for each in job.model.parameters() if each.requires_grad]
+    job.optimizer = job.state["optimizer"] = torch.optim.AdamW(trained, lr=0.01)
+    with Checkpointer(store, job.state, strategy=Full(thin=THIN)) as saver:
+        job.save(saver, range(1, 6))
+        other = Job(2, {"width": 256})
+        with Checkpointer(store, {"model": other.model}) as restoring:  # out of memory
+            assert restoring.restore(only=["model"]) == 5
+        check_equal(other.model.blocks[:2].state_dict(), job.model.blocks[:2].state_dict())
+    for step, seen in job.seen.items():
+        plan = Store(store).restore_plan(step)
+        check_stored(store, job, step, {name: plan[name] for name in seen})
 
 
 def test_what_is_restored_is_that_and_says_so(store, caplog, capsys):

@@ -242,7 +242,7 @@ class Copier:
         that is there, before all that comes; the host does not wait.
         """
         collected = captured.collected
-        left_out = early.entries if early else captured.not_due
+        left_out = early.entries if early else plan.entries_of(captured.kept)
         bound = self._bind(collected.walk, plan, left_out)
         eager = Batch.of(collected.loose, plan)
         owned = {

@@ -1,6 +1,6 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,11 @@ class Plan:
         """(offset in the image, bytes) of each pack's header."""
         starts = pack_starts(pack.size for pack in self.layout.packs)
         return list(zip(starts, self.layout.headers, strict=True))
+
+    def entries_of(self, turns: Set[int]) -> Set[str]:
+        """What lies in their packs, unlike what is still, which has packs that are always due."""
+        rows = zip(self.layout.specs, self.layout.pieces, strict=True) if turns else ()
+        return {spec.entry for spec, at in rows if self.layout.packs[at.pack].turn in turns}
 
 
 STILL_BYTES_MIN = 64 << 10

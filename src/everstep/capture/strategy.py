@@ -7,7 +7,7 @@ cannot go on it raises Unsupported, and a whole state is captured in place of wh
 (trust.py).
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -64,12 +64,6 @@ class Captured:
         )
         walk = replace(walk, leaves=tuple(leaves))
         return replace(self, collected=replace(self.collected, walk=walk))
-
-    @property
-    def not_due(self) -> Set[str]:
-        """The entries of those turns."""
-        leaves = self.collected.walk.leaves if self.kept else ()
-        return {leaf.entry for leaf in leaves if self.turns.get(leaf.name) in self.kept}
 
     @property
     def continues(self) -> bool:
