@@ -22,7 +22,6 @@ TEXT_MAX = 5000  # characters; one takes up to 12 bytes of a message
 
 Message = dict[str, Any]
 
-
 _NODES_MAX = 1 << 20
 
 
