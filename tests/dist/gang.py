@@ -225,10 +225,12 @@ class Gang:
 
     def _was_gloo(self, outcome: Outcome) -> bool:
         """Whether it died in torch's own collectives, which once in some 10^5 of them end in a
-        SIGSEGV (torch 2.13, without any Checkpointer)."""
+        SIGSEGV (torch 2.13, without any Checkpointer): in a call of theirs, or in one of gloo's
+        threads, which are the only ones without Python in a rank."""
         if outcome.exitcode != -signal.SIGSEGV:
             return False
-        return "/_functional_collectives.py" in self._ranks[outcome.rank].printed()
+        stacks = self._ranks[outcome.rank].printed(whole=True)
+        return "/_functional_collectives.py" in stacks or "Current thread" not in stacks
 
     def _described(self, name: str, outcomes: list[Outcome]) -> str:
         size = len(outcomes)
@@ -302,10 +304,10 @@ class _Rank:
             text = _read(self._stacks)
         return f"it was at\n{text}" if text else "it did not even show its stacks"
 
-    def printed(self) -> str:
-        """What it printed in this call."""
+    def printed(self, whole: bool = False) -> str:
+        """What it printed in this call; if it is long and not `whole`, its begin and its end."""
         text = _read(self._printed)[self._printed_before :].strip()
-        if len(text) <= 2 * PRINTED_CHARACTERS_MAX:
+        if whole or len(text) <= 2 * PRINTED_CHARACTERS_MAX:
             return text
         return f"{text[:PRINTED_CHARACTERS_MAX]}\n…\n{text[-PRINTED_CHARACTERS_MAX:]}"
 

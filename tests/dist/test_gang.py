@@ -1,5 +1,6 @@
 """The gang of these tests: its worlds, and what it says of failures, deaths and hangs."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -41,16 +42,20 @@ def fails(rank, how):
     dist.barrier()
 
 
-def dies_waiting(folder):
+def dies_in_gloo(folder, where):
     if dist.get_rank() == 1 and not (folder / "died").exists():
         (folder / "died").touch()
+        if where == "thread":  # a thread of C, as gloo's are, that jumps to address 0
+            ctypes.CDLL(None).pthread_create(ctypes.byref(ctypes.c_ulong()), None, None, None)
+            signal.pause()
         torch.ops._c10d_functional.wait_tensor = lambda _: os.kill(os.getpid(), signal.SIGSEGV)
         wait_tensor(torch.zeros(1))
     return dist.get_rank()
 
 
-def test_a_crash_of_torchs_own_collectives_is_no_failure(gang, tmp_path):
-    assert gang.run(dies_waiting, tmp_path, size=2) == [0, 1]
+@pytest.mark.parametrize("where", ["thread", "call"])
+def test_a_crash_of_torchs_own_collectives_is_no_failure(gang, tmp_path, where):
+    assert gang.run(dies_in_gloo, tmp_path, where, size=2) == [0, 1]
     assert (tmp_path / "died").exists()
 
 
