@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.serve import Address, Holding, Service
+from everstep.keeper.serve import Holding, Service
 from everstep.tiers.disk import Disk
 from everstep.tiers.memory import Memory
-from everstep.tiers.peer import Peer
+from everstep.tiers.peer import Address, Peer
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Partner:
 
     def peer(self, tier: str = "memory", secret: str | None = None, **options: float) -> Peer:
         """A client of it."""
-        host, port, own = self.service.address
-        self.peers.append(Peer((host, port), bytes.fromhex(secret or own), tier, **options))
+        own = self.service.address
+        self.peers.append(Peer(own._replace(secret=secret or own.secret), tier, **options))
         return self.peers[-1]
 
 

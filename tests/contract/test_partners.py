@@ -16,7 +16,7 @@ import everstep
 from everstep import Corrupt, Missing, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import serve
-from everstep.keeper.serve import Address, Holding, Service
+from everstep.keeper.serve import Holding, Service
 from everstep.sharding.partners import new_address
 from everstep.store import catalog
 from everstep.store.copy import Copier
@@ -24,7 +24,7 @@ from everstep.tiers import peer as peers
 from everstep.tiers.disk import Disk
 from everstep.tiers.files import DiskReader
 from everstep.tiers.memory import Memory
-from everstep.tiers.peer import Link, Peer
+from everstep.tiers.peer import Address, Link, Peer
 from partners import Attentive, end
 from stores import make_store, write
 
@@ -99,7 +99,7 @@ def test_many_strangers_are_refused_and_partners_served_after_them(partner, impa
 
 
 def test_a_partner_of_another_run_is_refused(partner, caplog):
-    with pytest.raises(Unavailable, match="it has another secret: it is of another run"):
+    with pytest.raises(Unavailable, match="does not have the secret of this run"):
         partner.peer(secret="00" * 32).read("everstep.json")
     assert "it does not have the secret of this run" in caplog.text
 
@@ -107,15 +107,15 @@ def test_a_partner_of_another_run_is_refused(partner, caplog):
 def test_who_serves_must_have_the_secret_too(partner):
     """Else whoever listens at a port that was a partner's would get what is sent there."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        client = Peer(listener.getsockname(), b"secret" * 6, patience_s=5.0)
+        client = Peer(Address(*listener.getsockname(), "5e" * 32), patience_s=5.0)
         client_says = []
 
         def serve_wrongly():
             connection, _ = listener.accept()
             connection.sendall(peers._GREETING + bytes(32))
-            client_says.append(connection.recv(64))
+            client_says.append(connection.recv(51, socket.MSG_WAITALL))
             connection.sendall(bytes(32))
-            client_says.append(connection.recv(64))
+            client_says.append(connection.recv(64, socket.MSG_WAITALL))
             connection.close()
 
         thread = threading.Thread(target=serve_wrongly)
@@ -123,14 +123,13 @@ def test_who_serves_must_have_the_secret_too(partner):
         with pytest.raises(Unavailable, match="does not have the secret"):
             client.read("data/tables/00ff.json")
         thread.join()
-    assert len(client_says[0]) == 64
-    assert client_says[1] == b""
+    assert len(client_says[1]) == 32  # its proof, and nothing more
 
 
 def linked(partner):
     """A connection of one who has the secret."""
     link = Link(connected(partner), 5.0)
-    link.introduce(bytes.fromhex(partner.service.address.secret))
+    link.greet(partner.service.address.secret, b"client", b"partner")
     return link
 
 
@@ -224,7 +223,7 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
             os._exit(0)
     try:
         (port,) = struct.unpack("!I", os.read(ready[0], 4))
-        client = Peer(("127.0.0.1", port), bytes(32), patience_s=0.3)
+        client = Peer(Address("127.0.0.1", port, "00" * 32), patience_s=0.3)
         assert client.list("") == []
         os.kill(pid, signal.SIGSTOP)
         os.waitpid(pid, os.WUNTRACED)
@@ -246,7 +245,7 @@ def before(partner, tmp_path):
     """A node whose checkpoints the partner holds: its store, which is served as well."""
     trainer = make_store(tmp_path / "own", [1, 2, 3])
     service = Attentive(Holding(Memory(0), trainer.disk), Address("127.0.0.1", 0, "5e" * 32))
-    source = service.address.peer("store")
+    source = Peer(service.address, "store")
     partner.holding.meet(everstep.Store(tmp_path / "own").run, source, (0,))
     yield trainer
     source.close()

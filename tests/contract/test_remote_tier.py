@@ -423,19 +423,6 @@ def test_what_makes_no_sense_is_left_to_who_tells_of_it(local, tmp_path):
     assert isinstance(outcome, Corrupt)
 
 
-def test_what_is_there_is_not_given_up(local, tmp_path):
-    """While a large copy takes its time, many steps are routed."""
-    trainer, target = make_store(local, []), Disk(tmp_path / "remote")
-    copies = RemoteCopies(trainer.disk, target, 1, None, lambda message: None)
-    copies.begin()
-    copies.close()
-    copies._thread.join()
-    for step in range(20):
-        copies.note(CheckpointName(step, 1), is_there=True)
-    assert copies._next()
-    assert copies.traffic.given_up == 0
-
-
 def test_by_what_is_measured(local, tmp_path):
     trainer = make_store(local, [])
     target = Disk(tmp_path / "remote")
@@ -452,11 +439,11 @@ def test_by_what_is_measured(local, tmp_path):
         return "local"
 
     assert tier_of(1) == "local"  # nothing is known
-    trainer.writer.speed.bytes_per_s, copies.speed.bytes_per_s = 40e6, 400e6
+    trainer.writer.traffic.bytes_per_s, copies.traffic.bytes_per_s = 40e6, 400e6
     assert tier_of(2) == "remote"
-    trainer.writer.speed.bytes_per_s = 395e6  # no reason to change
+    trainer.writer.traffic.bytes_per_s = 395e6  # no reason to change
     assert tier_of(3) == "remote"
-    trainer.writer.speed.bytes_per_s = 4e9
+    trainer.writer.traffic.bytes_per_s = 4e9
     assert tier_of(4) == "local"
     copies.close()
     assert Store(tmp_path / "remote").steps() == [2, 3]

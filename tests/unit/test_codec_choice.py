@@ -11,7 +11,7 @@ from everstep.codecs.choice import CAUTION, FREE_CORES_MIN, Figures, Sample, cho
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.tables import Extent
 from everstep.keeper.encoder import Encoder, Speeds, figures_of
-from everstep.keeper.measured import FreeCores, Speed
+from everstep.keeper.measured import FreeCores, Traffic
 
 GB = 1e9
 FP32 = {
@@ -155,11 +155,11 @@ def test_a_system_that_does_not_tell(tmp_path):
 
 
 def test_a_speed_forgets():
-    speed = Speed()
-    speed.note(1 << 20, 1.0)
+    speed = Traffic("local", "here")
+    speed.wrote(1 << 20, 1.0)
     assert speed.bytes_per_s is None  # too small to tell
     for _ in range(30):
-        speed.note(100 << 20, 1.005)
+        speed.wrote(100 << 20, 1.005)
     assert speed.bytes_per_s == pytest.approx(100 << 20)
 
 

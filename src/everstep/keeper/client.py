@@ -25,9 +25,9 @@ from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.home import IDLE_S, START_S, cannot_start, endpoint, spawn
-from everstep.keeper.serve import Address
 from everstep.store.retain import Keep
 from everstep.tiers.objects import Url
+from everstep.tiers.peer import Address
 
 log = logging.getLogger("everstep")
 

@@ -13,13 +13,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailable, Unsupported
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
-from everstep.keeper.measured import Speed
+from everstep.keeper.measured import Traffic
 from everstep.store import catalog, commit, names, retain
 from everstep.store.copy import Copier
 from everstep.store.presence import Presence
@@ -42,35 +41,6 @@ _WATCH_S = 0.5
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.5, 15.0
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What came to a tier so far. `newest`: the step that it has; `problem`: why nothing comes."""
-
-    level: str
-    """Of what is there."""
-    place: str
-    copied: int = 0
-    given_up: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    newest: int | None = None
-    newest_at: float | None = None
-    """time.time() at which that was told."""
-    problem: str | None = None
-
-    def note(self, step: int, size: int = 0, seconds: float = 0.0) -> None:
-        """It has this step, which took so many bytes and seconds."""
-        self.copied += 1
-        self.bytes += size
-        self.seconds += seconds
-        if step >= (self.newest or 0):
-            self.newest, self.newest_at = step, time.time()
-
-    def status(self, waiting: int, speed: Speed) -> wire.Message:
-        """For who looks on."""
-        return {**asdict(self), "waiting": waiting, "bytes_per_s": speed.bytes_per_s}
-
-
 class Copies(ABC):
     """What goes to one other tier. Any thread."""
 
@@ -80,7 +50,6 @@ class Copies(ABC):
         """`level`: of what is there. `tell`: the trainers, of each step that is there or never will
         be."""
         self.traffic = Traffic(level, str(place))
-        self.speed = Speed()
         self.conflict: Conflict | None = None
         """Another writer has taken the tier over: nothing more of this run's counts."""
         self._told: deque[wire.Message] = deque(maxlen=_TOLD_MAX)
@@ -111,7 +80,7 @@ class Copies(ABC):
     def status(self) -> wire.Message:
         """For who looks on."""
         with self._changed:
-            return self.traffic.status(len(self._waiting), self.speed)
+            return self.traffic.status(len(self._waiting))
 
     def news(self) -> Iterator[wire.Message]:
         """What a trainer that comes has missed."""
@@ -202,18 +171,17 @@ class Copies(ABC):
         except EverstepError as error:  # deleted meanwhile, or damaged
             self._give_up(name, error)
             return
-        seconds = time.monotonic() - began
-        self.traffic.bytes += size
-        self.traffic.seconds += seconds
-        self.speed.note(size, seconds)
+        self.traffic.wrote(size, time.monotonic() - began)
         with self._changed:
             there = {name, *new} & self._waiting
             self._waiting -= there
         for each in sorted(there):
-            self._reached(each)
+            self.reached(each)
 
-    def _reached(self, name: CheckpointName) -> None:
-        self.traffic.note(name.step)
+    def reached(self, name: CheckpointName) -> None:
+        """It is there. Any thread."""
+        with self._changed:
+            self.traffic.reached(name.step)
         self._say(name)
 
     def _give_up(self, name: CheckpointName, error: EverstepError) -> None:
@@ -276,8 +244,6 @@ class RemoteCopies(Copies):
         self._disk, self._watches = disk, watches
         self._every, self._keep = every, keep
         self._cache: retain.NeedsCache = {}
-        self._routed: set[CheckpointName] = set()
-        """What is there already, and was never in the store."""
         self._presence = Presence(tier)
 
     @property
@@ -293,16 +259,6 @@ class RemoteCopies(Copies):
         """What the store must keep until it is copied."""
         with self._changed:
             return frozenset(self._waiting)
-
-    def note(self, name: CheckpointName, *, is_there: bool = False) -> None:
-        """See Copies. `is_there`: it was committed in that tier."""
-        if is_there:
-            with self._changed:
-                self._routed.add(name)
-                self._waiting.add(name)
-                self._changed.notify_all()
-        else:
-            super().note(name)
 
     def takes(self, step: int) -> bool:
         """Whether this step goes there without a tag."""
@@ -324,8 +280,7 @@ class RemoteCopies(Copies):
         return True
 
     def _tagged(self) -> set[CheckpointName]:
-        """And what is there already: neither is given up."""
-        return {*self._tags().values(), *self._routed.copy()}
+        return set(self._tags().values())
 
     def _tags(self) -> dict[str, CheckpointName]:
         """Those that can be read: who looks at the store is told of the others."""
@@ -342,7 +297,7 @@ class RemoteCopies(Copies):
         run = [name for name in run if self.takes(name.step) or name in tagged]
         wanted = {name for name in run if name in tagged} | set(run[-BACKLOG_MAX:])
         for name in sorted(wanted & there):
-            self._reached(name)
+            self.reached(name)
         return wanted - there
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
@@ -358,17 +313,19 @@ class RemoteCopies(Copies):
         return copied.checkpoints, copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:
-        is_there = name in self._routed or (self._watches and catalog.is_there(self.tier, name))
-        if is_there:
+        if not self._watches:
+            super()._bring(name)
+            self.tidy()
+        elif catalog.is_there(self.tier, name):
             with self._changed:
                 self._waiting.discard(name)
-            self._routed.discard(name)
-            self._reached(name)
-        elif self._watches:
-            self._is_closed.wait(_WATCH_S)
+            self.reached(name)
         else:
-            super()._bring(name)
-        if self._keep and not self._watches:
+            self._is_closed.wait(_WATCH_S)
+
+    def tidy(self) -> None:
+        """Delete there what its retention does not cover. Any thread."""
+        if self._keep:
             retain.tidy(self.tier, self._keep, self._cache)
 
 

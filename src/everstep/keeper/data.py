@@ -221,7 +221,7 @@ class Data:
         began = time.monotonic()
         for _, file in self._written.values():
             file.finish()
-        self._writer.speed.note(self.size, self._seconds + time.monotonic() - began)
+        self._writer.traffic.wrote(self.size, self._seconds + time.monotonic() - began)
 
     @contextmanager
     def durable(self, name: CheckpointName) -> Iterator[None]:

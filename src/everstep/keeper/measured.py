@@ -1,11 +1,12 @@
-"""What is measured of a machine while training goes on: the speed of what is written to, the cores
-that are free, and memory."""
+"""What is measured while training goes on: what comes to a tier and how fast, the cores that are
+free, and memory."""
 
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 _SPEED_BYTES_MIN = 8 << 20
 _FLUSH_S = 0.005
@@ -16,19 +17,45 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(slots=True)
-class Speed:
-    """What a tier was seen to take, in bytes a second; None until then."""
+class Traffic:
+    """What came to a tier so far. `newest`: the step that it has; `problem`: why nothing comes."""
 
+    level: str
+    """Of what is there."""
+    place: str
+    copied: int = 0
+    given_up: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    newest: int | None = None
+    newest_at: float | None = None
+    """time.time() at which that was told."""
+    problem: str | None = None
     bytes_per_s: float | None = None
+    """What it was seen to take; None until then."""
     noted: float = field(default_factory=time.monotonic)
-    """When it was noted last."""
+    """When that was noted last."""
 
-    def note(self, size: int, seconds: float) -> None:
-        """One write, with its sync; a mean that forgets."""
+    def wrote(self, size: int, seconds: float) -> None:
+        """One write, with its sync; the speed is a mean that forgets."""
+        self.bytes += size
+        self.seconds += seconds
         if size >= _SPEED_BYTES_MIN and seconds > 0:
             seen = size / max(seconds - _FLUSH_S, seconds / 2)
             self.noted = time.monotonic()
             self.bytes_per_s = 0.7 * (self.bytes_per_s or seen) + 0.3 * seen
+
+    def reached(self, step: int) -> None:
+        """It has this step."""
+        self.copied += 1
+        if step >= (self.newest or 0):
+            self.newest, self.newest_at = step, time.time()
+
+    def status(self, waiting: int) -> dict[str, Any]:
+        """For who looks on."""
+        said = {**asdict(self), "waiting": waiting}
+        del said["noted"]
+        return said
 
 
 class FreeCores:

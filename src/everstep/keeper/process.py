@@ -25,11 +25,12 @@ from everstep.keeper.home import Home
 from everstep.keeper.live_replica import KEY, LiveReplica
 from everstep.keeper.measured import available_memory
 from everstep.keeper.ranks.team import Team
-from everstep.keeper.serve import Address, Holding, Service
+from everstep.keeper.serve import Holding, Service
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.store import retain
 from everstep.store.presence import Presence
 from everstep.tiers.memory import Memory
+from everstep.tiers.peer import Address, Peer
 from everstep.tiers.tier import tier_at
 
 log = logging.getLogger("everstep.keeper")
@@ -233,7 +234,7 @@ class Keeper:
         IndexError."""
         node = (place.node - 1) % place.nodes
         before = partners["nodes"][node] if partners["replicates"] else None
-        source = Address.of(before).peer("store") if before else None
+        source = Peer(Address.of(before), "store") if before else None
         self._holding.meet(str(partners["run"]), source, place.parts_of(node))
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
@@ -461,10 +462,9 @@ class Keeper:
 
     def _is_useless(self, orphan: Session) -> bool:
         """Whether it holds nothing, left in peace, or has a successor that has committed."""
-        succeeded = any(
-            not session.orphan and session.team.traffic.copied and _epoch(session) > _epoch(orphan)
-            for session in self._sessions
-        )
+        live = [session for session in self._sessions if not session.orphan]
+        committed = [session for session in live if session.team.writer.traffic.copied]
+        succeeded = any(_epoch(session) > _epoch(orphan) for session in committed)
         newest = orphan.newest()
         in_peace = orphan.detached and not (newest and newest[2] is SlotState.FAILED)
         return not orphan.arenas or in_peace or succeeded

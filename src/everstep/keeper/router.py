@@ -16,12 +16,10 @@ from pathlib import Path
 
 from everstep.errors import Conflict, EverstepError, Unavailable
 from everstep.keeper.copies import RemoteCopies
-from everstep.keeper.measured import Speed
 from everstep.keeper.persist import persist
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.writer import Outcome, Writer
 from everstep.tiers.route import Durable, Name, Route, choose
-from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep.keeper")
 
@@ -38,6 +36,7 @@ class Router:
         self._route, self._writer, self._copies = route, writer, copies
         self._beside = Writer(copies.tier, None, encoder=writer.encoder, hasher=writer.hasher)
         """The same, as it writes to the remote tier."""
+        self._beside.traffic = copies.traffic
         self._favourite: Name = "local"
         self._away_until = 0.0
 
@@ -66,6 +65,7 @@ class Router:
             return None
         if isinstance(outcome, Outcome):
             writer.parent, writer.parent_digest = outcome.name, None  # no record goes on from it
+            self._copies.tidy()
             return replace(outcome, is_routed=True)
         return outcome
 
@@ -80,12 +80,10 @@ class Router:
         leads_on = capture.get("strategy") == "log" or "thin" in capture
         if not is_whole or leads_on or not self._writer.epoch:
             return "local"
-        local, size = _measured(self._writer.disk, self._writer.speed), save.size
+        local, size = _measured(self._writer), save.size
         tiers: dict[Name, Durable] = {"local": local}
         if time.monotonic() >= self._away_until and self._copies.traffic.problem is None:
-            own = self._beside.speed
-            speed = own if own.bytes_per_s else self._copies.speed
-            tiers["remote"] = _measured(self._beside.disk, speed)
+            tiers["remote"] = _measured(self._beside)
         chosen = choose(size, tiers, self._favourite, self._route) or "local"
         self._favourite = chosen
         if self._route == "auto" and local.is_unknown and size <= local.free_bytes:
@@ -93,8 +91,8 @@ class Router:
         return chosen
 
 
-def _measured(tier: Tier, speed: Speed) -> Durable:
-    free = _ENDLESS
+def _measured(writer: Writer) -> Durable:
+    free, root, traffic = _ENDLESS, writer.disk.root, writer.traffic
     with contextlib.suppress(OSError):
-        free = shutil.disk_usage(tier.root).free if isinstance(tier.root, Path) else free
-    return Durable(free, speed.bytes_per_s, time.monotonic() - speed.noted)
+        free = shutil.disk_usage(root).free if isinstance(root, Path) else free
+    return Durable(free, traffic.bytes_per_s, time.monotonic() - traffic.noted)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Collection
 from contextlib import closing, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unavailable
 from everstep.format.manifest import CheckpointName
@@ -25,7 +25,7 @@ from everstep.keeper import wire
 from everstep.store import catalog, names
 from everstep.store.copy import Copier
 from everstep.tiers.memory import Memory
-from everstep.tiers.peer import Link, Message, Peer
+from everstep.tiers.peer import Address, Link, Message, Peer
 from everstep.tiers.tier import Readable, Tier
 
 log = logging.getLogger("everstep.keeper")
@@ -37,26 +37,6 @@ IDLE_S = 60.0
 RANGE_BYTES_MAX = 64 << 20
 _PATH_MAX = 1000
 _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)*")
-
-
-class Address(NamedTuple):
-    """Where a keeper serves, and by which secret. It goes through the ranks' store."""
-
-    host: str
-    port: int
-    secret: str
-
-    @classmethod
-    def of(cls, said: Any) -> "Address":
-        """From a message. Raises ValueError, TypeError."""
-        host, port, secret = said
-        if type(host) is not str or type(port) is not int or len(bytes.fromhex(secret)) < 16:
-            raise ValueError(f"an address of a partner: {host!r}, {port!r}")
-        return cls(host, port, secret)
-
-    def peer(self, tier: str, **options: Any) -> Peer:
-        """One of the tiers that are served there: "memory" or "store"."""
-        return Peer((self.host, self.port), bytes.fromhex(self.secret), tier, **options)
 
 
 class Service(socketserver.ThreadingTCPServer):
@@ -92,7 +72,7 @@ class Service(socketserver.ThreadingTCPServer):
             if not self._strangers.acquire(blocking=False):
                 raise ValueError("there are too many")
             try:
-                link.challenge(bytes.fromhex(self.address.secret))
+                link.greet(self.address.secret, b"partner", b"client")
             finally:
                 self._strangers.release()
         except (OSError, EOFError, ValueError) as error:
@@ -145,8 +125,8 @@ class Holding:
                 tier = self._tiers[place]
                 if path and (len(path) > _PATH_MAX or not _PATH.fullmatch(path)):
                     raise ValueError(f"no path of a store: {path[:200]!r}")
-                if op in ("size", "holds"):
-                    return getattr(tier, op)(path)
+                if op == "size":
+                    return tier.size(path)
                 if op == "list":
                     return json.dumps(tier.list(path)).encode()
                 if op == "read":

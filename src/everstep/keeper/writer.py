@@ -12,7 +12,7 @@ from everstep.errors import Unavailable
 from everstep.format.manifest import CheckpointName, Manifest, Part, Record
 from everstep.keeper.copies import RemoteCopies
 from everstep.keeper.encoder import THREADS, Base, Encoder
-from everstep.keeper.measured import Speed
+from everstep.keeper.measured import Traffic
 from everstep.keeper.still import Seen, StillPacks
 from everstep.store import retain
 from everstep.store.names import manifest_path
@@ -129,7 +129,8 @@ class Writer:
     parent_digest: str | None = None
     run: str | None = None
     cache: retain.NeedsCache = field(default_factory=dict)
-    speed: Speed = field(default_factory=Speed)
+    traffic: Traffic = field(init=False)
+    """To the disk."""
     encoder: Encoder = field(default_factory=Encoder)
     still: StillPacks = field(default_factory=StillPacks)
     base: Base | None = None
@@ -141,12 +142,15 @@ class Writer:
         default_factory=lambda: ThreadPoolExecutor(THREADS, "everstep-digest")
     )
 
+    def __post_init__(self) -> None:
+        self.traffic = Traffic(self.disk.level, str(self.disk.root))
+
     def link_bytes_per_s(self, step: int, *, goes_everywhere: bool) -> float | None:
         """The slowest tier that a step goes to, as far as that was measured; None where the store
         was not yet. `goes_everywhere`: it is tagged, or a record, which the next due step needs."""
-        own, remote = self.speed.bytes_per_s, self.remote
+        own, remote = self.traffic.bytes_per_s, self.remote
         is_due = remote and (goes_everywhere or remote.takes(step))
-        there = remote.speed.bytes_per_s if remote and is_due else None
+        there = remote.traffic.bytes_per_s if remote and is_due else None
         return min(own, there) if own and there else own
 
     def base_for(self, step: int, *, is_tagged: bool) -> Base | None:

@@ -14,12 +14,11 @@ import socket
 from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.document import unseal
 from everstep.keeper.client import Client
-from everstep.keeper.serve import Address
 from everstep.keeper.wire import Place
 from everstep.sharding.world import World
 from everstep.store import names
 from everstep.store.commit import learn_epochs, open_store
-from everstep.tiers.peer import Peer
+from everstep.tiers.peer import Address, Peer
 from everstep.tiers.tier import Tier
 
 BUSY_S = 2.0
@@ -70,9 +69,9 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
     nodes = [addresses.get(node) for node in range(place.nodes)]
     client.meet({"run": run, "nodes": nodes, "replicates": replicates})
     world.gather("the nodes have met", None)
-    found = [address.peer("memory", away_s=BUSY_S) for address in addresses.values()]
+    found = [Peer(address, away_s=BUSY_S) for address in addresses.values()]
     if place.own_store:
-        stores = [a.peer("store", away_s=BUSY_S) for n, a in addresses.items() if n != place.node]
+        stores = [Peer(a, "store", away_s=BUSY_S) for n, a in addresses.items() if n != place.node]
 
         def learn() -> None:
             """What the others have, and this one has missed, or lost."""

@@ -1,8 +1,8 @@
 """A tier of another node, over TCP: its store, or what it holds in memory for its partner.
 
-    partner ▶ nonce (32)                         to anybody
-    client  ▶ nonce (32), proof (32)             HMAC-SHA256 of both nonces, by the partner's secret
-    partner ▶ proof (32)                         of another role; then requests and answers:
+    each end ▶ greeting, nonce (32)              to anybody
+    each end ▶ proof (32)                        HMAC-SHA256 of its role and both nonces, by the
+                                                 partner's secret; then requests and answers:
     length (4) │ JSON: {"op", "path", ..., "size"} │ size bytes
 
 Nothing that arrives is executed, and no memory is taken before its size was checked. What follows
@@ -20,7 +20,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.errors import KINDS, Unavailable
 from everstep.tiers.files import DOCUMENT_BYTES_MAX
@@ -31,7 +31,7 @@ PATIENCE_S = 20.0
 
 GREETING_S = 5.0
 MESSAGE_BYTES_MAX = 64 << 10
-_GREETING = b"everstep partner 4\n"
+_GREETING = b"everstep partner 5\n"
 _SIZE = 32
 _LENGTH = struct.Struct("!I")
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.02, 0.5
@@ -55,30 +55,20 @@ class Link:
         self._until: float | None = time.monotonic() + GREETING_S
         """When all that greets must have come."""
 
-    def challenge(self, secret: bytes) -> None:
-        """As the partner: see that the other end has the secret, and prove to have it. Raises
-        OSError, EOFError, ValueError."""
-        ours = secrets.token_bytes(_SIZE)
+    def greet(self, secret: str, role: bytes, other: bytes) -> None:
+        """See that the other end has the secret, in its role, and prove to have it. Raises OSError,
+        EOFError, ValueError."""
+        key, ours = bytes.fromhex(secret), secrets.token_bytes(_SIZE)
         self._connection.sendall(_GREETING + ours)
-        theirs, proof = self._exactly(_SIZE), self._exactly(_SIZE)
-        if not hmac.compare_digest(proof, _proof(secret, b"client", ours, theirs)):
-            raise ValueError("it does not have the secret of this run")
-        self._connection.sendall(_proof(secret, b"partner", ours, theirs))
-        self._end_greeting()
-
-    def introduce(self, secret: bytes) -> None:
-        """As the client. Raises OSError, EOFError, ValueError."""
         if self._exactly(len(_GREETING)) != _GREETING:
             raise ValueError("it is no partner of this version of everstep")
-        theirs, ours = self._exactly(_SIZE), secrets.token_bytes(_SIZE)
-        self._connection.sendall(ours + _proof(secret, b"client", theirs, ours))
-        try:
-            proof = self._exactly(_SIZE)
-        except (EOFError, ConnectionError):
-            raise ValueError("it has another secret: it is of another run") from None
-        if not hmac.compare_digest(proof, _proof(secret, b"partner", theirs, ours)):
+        theirs = self._exactly(_SIZE)
+        self._connection.sendall(hmac.digest(key, role + theirs + ours, hashlib.sha256))
+        expected = hmac.digest(key, other + ours + theirs, hashlib.sha256)
+        if not hmac.compare_digest(self._exactly(_SIZE), expected):
             raise ValueError("it does not have the secret of this run")
-        self._end_greeting()
+        self._until = None
+        self._connection.settimeout(self._patience_s)
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
         """Send a message, and bytes behind it. Raises OSError."""
@@ -112,10 +102,6 @@ class Link:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _end_greeting(self) -> None:
-        self._until = None
-        self._connection.settimeout(self._patience_s)
-
     def _exactly(self, size: int) -> bytes:
         data = bytearray(size)
         self._fill(memoryview(data))
@@ -131,8 +117,20 @@ class Link:
             view = view[count:]
 
 
-def _proof(secret: bytes, role: bytes, challenge: bytes, answer: bytes) -> bytes:
-    return hmac.digest(secret, role + b"\0" + challenge + answer, hashlib.sha256)
+class Address(NamedTuple):
+    """Where a keeper serves, and by which secret. It goes through the ranks' store."""
+
+    host: str
+    port: int
+    secret: str
+
+    @classmethod
+    def of(cls, said: Any) -> "Address":
+        """From a message. Raises ValueError, TypeError."""
+        host, port, secret = said
+        if type(host) is not str or type(port) is not int or len(bytes.fromhex(secret)) < 16:
+            raise ValueError(f"an address of a partner: {host!r}, {port!r}")
+        return cls(host, port, secret)
 
 
 class Peer(Objects):
@@ -145,26 +143,20 @@ class Peer(Objects):
 
     def __init__(
         self,
-        address: tuple[str, int],
-        secret: bytes,
+        address: Address,
         tier: str = "memory",
         patience_s: float = PATIENCE_S,
         away_s: float = 0.0,
         is_awaited: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`tier`: which of those that it serves. `away_s`: for how long a partner that is not there
-        is tried again (another keeper may be starting), as long as it `is_awaited`."""
-        self.root = Url(f"peer://{address[0]}:{address[1]}/{tier}")
-        self._tier = tier
-        self._address, self._secret = address, secret
+        """`tier`: which of those that it serves: its "store", or "memory". `away_s`: for how long
+        one that is not there is tried again (another may be starting), if it `is_awaited`."""
+        self.root = Url(f"peer://{address.host}:{address.port}/{tier}")
+        self._tier, self._address = tier, address
         self._patience_s, self._away_s = patience_s, away_s
         self._is_awaited = is_awaited
         self._idle: deque[Link] = deque()
         """As many as threads have asked at a time."""
-
-    def holds(self, path: str) -> bool:
-        """Whether the file exists, and durably."""
-        return bool(self._ask("holds", path))
 
     def size(self, path: str) -> int | None:
         """Bytes of a file; None where there is none."""
@@ -241,10 +233,11 @@ class Peer(Objects):
         """A connection for one thread, and whether it is a new one."""
         with contextlib.suppress(IndexError):
             return self._idle.pop(), False
-        connection = socket.create_connection(self._address, min(GREETING_S, self._patience_s))
+        place = self._address[:2]
+        connection = socket.create_connection(place, min(GREETING_S, self._patience_s))
         link = Link(connection, self._patience_s)
         try:
-            link.introduce(self._secret)
+            link.greet(self._address.secret, b"client", b"partner")
         except BaseException:
             link.close()
             raise
@@ -253,4 +246,4 @@ class Peer(Objects):
     def _lost(self, what: str, error: Exception) -> Unavailable:
         is_late = isinstance(error, TimeoutError)
         reason = f"no answer for {self._patience_s:.0f} s" if is_late else error
-        return Unavailable(f"{what}: the partner at {self._address} is not there: {reason}")
+        return Unavailable(f"{what}: the partner at {self._address[:2]} is not there: {reason}")

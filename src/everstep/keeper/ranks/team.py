@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from everstep.errors import EverstepError, Unavailable, kind_of
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
-from everstep.keeper.copies import RemoteCopies, Replica, Traffic
+from everstep.keeper.copies import RemoteCopies, Replica
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.existing import was_committed
 from everstep.keeper.job import Gap, Job
@@ -32,10 +32,10 @@ from everstep.keeper.persist import apply_retention, begin_window, is_plain, per
 from everstep.keeper.ranks.node_save import NodeSave
 from everstep.keeper.ranks.nodes import Nodes
 from everstep.keeper.router import Router
-from everstep.keeper.serve import Address
 from everstep.keeper.writer import Outcome, Writer
 from everstep.store import catalog, commit, retain
 from everstep.store.copy import Copier
+from everstep.tiers.peer import Address, Peer
 from everstep.tiers.tier import Tier, Union
 
 if TYPE_CHECKING:
@@ -83,7 +83,6 @@ class Team:
         if self.place.nodes > 1:
             self._nodes = Nodes(self.writer, self.place, self.is_awaited)
         self.replica: Replica | None = None
-        self.traffic = Traffic(disk.level, str(disk.root))
         self._wake = wake
         self._sessions: dict[int, Session] = {}
         self._queues: list[deque[Job | Gap]] = [deque() for _ in range(self.size)]
@@ -106,12 +105,12 @@ class Team:
         place, found, own = self.place, dict(enumerate(partners["nodes"])), None
         known = {node: Address.of(said) for node, said in found.items() if said}
         if self._nodes and place.own_store:
-            memories = [address.peer("memory") for address in known.values()]
+            memories = [Peer(address) for address in known.values()]
             away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
-            others = {n: a for n, a in known.items() if n != place.node}
-            patience = {"away_s": away_s, "is_awaited": self.is_awaited}
-            stores = {n: a.peer("store", **patience) for n, a in others.items()}
-            self._nodes.stores, disk = stores, self.writer.disk
+            others = [(node, address) for node, address in known.items() if node != place.node]
+            is_awaited, disk = self.is_awaited, self.writer.disk
+            stores = {n: Peer(a, "store", away_s=away_s, is_awaited=is_awaited) for n, a in others}
+            self._nodes.stores = stores
             every = Union([disk, *stores.values(), *memories])
             own = Copier(every, disk, place.parts_of(place.node))
             if self.writer.remote:
@@ -119,7 +118,7 @@ class Team:
                 self.writer.remote.begin()
         following = known.get((place.node + 1) % place.nodes)
         if partners["replicates"] and following and self.replica is None:
-            self.replica = Replica(following.peer("memory"), own, self.tell_all)
+            self.replica = Replica(Peer(following), own, self.tell_all)
 
     def restored(self, name: CheckpointName) -> None:
         """What the run goes on from is to be held by several nodes again."""
@@ -145,7 +144,7 @@ class Team:
     def status(self) -> wire.Message:
         """For who looks on: what comes to the store, as of other tiers."""
         waiting = len(self._tasks) + max(map(len, self._queues))
-        return self.traffic.status(waiting, self.writer.speed)
+        return self.writer.traffic.status(waiting)
 
     def join(self, place: wire.Place, session: "Session", hello: wire.Message) -> None:
         """A rank has attached. Raises ValueError, KeyError or TypeError where it cannot be."""
@@ -375,10 +374,10 @@ class Team:
         if self._router and (routed := self._router.persist(first, self._announce_written)):
             self._end_save(first, routed)
             return
-        committed = self.traffic.copied
+        committed = self.writer.traffic.copied
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
-        if self.traffic.copied > committed:
+        if self.writer.traffic.copied > committed:
             apply_retention(self.writer)
 
     def _announce_written(self, save: NodeSave) -> None:
@@ -401,11 +400,13 @@ class Team:
 
     def _note_commit(self, save: NodeSave, outcome: Outcome) -> None:
         """What goes on from there."""
-        if self.writer.remote:
-            self.writer.remote.note(outcome.name, is_there=outcome.is_routed)
-        if outcome.is_routed:
+        remote = self.writer.remote
+        if remote and outcome.is_routed:
+            remote.reached(outcome.name)
             return
-        self.traffic.note(outcome.name.step, outcome.bytes, outcome.seconds)
+        if remote:
+            remote.note(outcome.name)
+        self.writer.traffic.reached(outcome.name.step)
         if self.replica:
             self.replica.note(outcome.name)
         if self.live:
