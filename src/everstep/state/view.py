@@ -402,6 +402,7 @@ class State:
         self._guard = Guard()
         self.name_parameters()
         found = [leaf for entry in self._entries for leaf in entry.leaves(self._guard)]
+        self._guard.begin()
         self._owners = owners = self._find_owners()
         self._memories = {memory_of(leaf.tensor) for leaf in found} - {None}
         leaves, aliases = find_aliases(
