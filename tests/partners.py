@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep.keeper.serve import Holding, Service
+from everstep.keeper.serve import Service
 from everstep.tiers.disk import Disk
 from everstep.tiers.memory import Memory
 from everstep.tiers.peer import Address, Peer
@@ -19,7 +19,6 @@ class Partner:
 
     memory: Memory
     store: Disk
-    holding: Holding
     service: Service
     peers: list[Peer] = field(default_factory=list)
 
@@ -58,8 +57,7 @@ def end(service: Attentive) -> None:
 def partner(tmp_path):
     """One with 64 MiB of memory."""
     memory, store = Memory(64 << 20), Disk(tmp_path / "partner")
-    holding = Holding(memory, store)
-    made = Partner(memory, store, holding, Attentive(holding, Address("127.0.0.1", 0, "5e" * 32)))
+    made = Partner(memory, store, Attentive(memory, store, Address("127.0.0.1", 0, "5e" * 32)))
     yield made
     for peer in made.peers:
         peer.close()

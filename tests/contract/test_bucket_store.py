@@ -330,10 +330,14 @@ def logged(bucket, tmp_path):
 
 def old(monkeypatch, tier, *paths):
     """Let these be two hours old."""
-    age_s = tier.age_s
-    monkeypatch.setattr(
-        Bucket, "age_s", lambda self, path: 7200.0 if path in paths else age_s(path)
-    )
+    files = tier.files
+
+    def aged(self, directory):
+        found = files(directory).items()
+        is_old = [f"{directory}/{name}" in paths for name, _ in found]
+        return {n: (s, at - 7200.0 * o) for o, (n, (s, at)) in zip(is_old, found, strict=True)}
+
+    monkeypatch.setattr(Bucket, "files", aged)
 
 
 def test_nothing_is_deleted_while_somebody_writes(logged, capsys, monkeypatch):
@@ -438,14 +442,14 @@ def test_what_was_committed_since_it_looked_stays(logged, monkeypatch, tmp_path)
     (pack,) = catalog.read_manifest(source, step).all_parts[0].packs
     logged.replace(pack.path, source.read(pack.path))
     old(monkeypatch, logged, pack.path)
-    looked, held = retain._paths, []
+    looked, held = retain._idle, []
 
     def meanwhile(tier, directory):
         if not held:
             held.append(Copier(source, logged).copy(step))
         return looked(tier, directory)
 
-    monkeypatch.setattr(retain, "_paths", meanwhile)
+    monkeypatch.setattr(retain, "_idle", meanwhile)
     retain.sweep(logged)
     assert held[0].checkpoints == [step]
     assert logged.size(pack.path) == pack.size

@@ -16,7 +16,7 @@ import everstep
 from everstep import Corrupt, Missing, Unavailable
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import serve
-from everstep.keeper.serve import Holding, Service
+from everstep.keeper.serve import Service
 from everstep.sharding.partners import new_address
 from everstep.store import catalog
 from everstep.store.copy import Copier
@@ -203,7 +203,7 @@ def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
     with pytest.raises(Unavailable, match="is not there"):
         client.read("everstep.json")
     assert time.monotonic() - began < 5
-    again = Attentive(partner.holding, Address(*address))
+    again = Attentive(partner.memory, partner.store, Address(*address))
     try:
         assert late.read("everstep.json") == b"{}"
         assert client.read("everstep.json") == b"{}"
@@ -216,7 +216,7 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
     ready, pid = os.pipe(), os.fork()
     if pid == 0:
         try:
-            service = Service(partner.holding, Address("127.0.0.1", 0, "00" * 32))
+            service = Service(partner.memory, partner.store, Address("127.0.0.1", 0, "00" * 32))
             os.write(ready[1], struct.pack("!I", service.address.port))
             signal.pause()
         finally:
@@ -244,9 +244,9 @@ def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
 def before(partner, tmp_path):
     """A node whose checkpoints the partner holds: its store, which is served as well."""
     trainer = make_store(tmp_path / "own", [1, 2, 3])
-    service = Attentive(Holding(Memory(0), trainer.disk), Address("127.0.0.1", 0, "5e" * 32))
+    service = Attentive(Memory(0), trainer.disk, Address("127.0.0.1", 0, "5e" * 32))
     source = Peer(service.address, "store")
-    partner.holding.meet(everstep.Store(tmp_path / "own").run, source, (0,))
+    partner.service.meet(everstep.Store(tmp_path / "own").run, source, (0,))
     yield trainer
     source.close()
     end(service)
@@ -277,7 +277,7 @@ def test_a_partner_holds_the_newest_and_what_it_goes_back_to(partner, before, tm
     Copier(memory, Disk(tmp_path / "back")).copy(CheckpointName(6, 1))
     assert everstep.Store(tmp_path / "back").verify().ok
     assert everstep.Store(tmp_path / "back").run == everstep.Store(tmp_path / "own").run
-    partner.holding.meet("another run", None, ())
+    partner.service.meet("another run", None, ())
     assert partner.memory.used_bytes == 0
     with pytest.raises(Unavailable, match="has not met the one before it"):
         holds(6)

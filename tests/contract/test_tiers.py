@@ -198,10 +198,12 @@ def test_names_are_listed_by_directory(place):
     assert tier.list("nowhere") == []
 
 
-def test_bytes_in_a_directory_are_told(tier):
+def test_sizes_and_ages_of_files_are_told(tier):
     tier.create("checkpoints/a/manifest.json", b"{}")
-    assert tier.bytes_in("checkpoints/a") == 2
-    assert tier.bytes_in("nowhere") == 0
+    [(name, (size, written))] = tier.files("checkpoints/a").items()
+    assert (name, size) == ("manifest.json", 2)
+    assert abs(tier.now() - written) < 60
+    assert tier.files("checkpoints") == tier.files("nowhere") == {}
 
 
 def test_what_holds_a_file_is_listed(place):

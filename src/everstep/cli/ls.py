@@ -45,7 +45,9 @@ class Listing:
         """The run as it is now, by rising step."""
         self.latest = next(reversed(self.current), None)
         self.tags = tags_of(disk)
-        self.size_bytes = sum(disk.bytes_in(each) for each in (names.DATA, names.TABLES))
+        self.size_bytes = sum(
+            size for each in (names.DATA, names.TABLES) for size, _ in disk.files(each).values()
+        )
         """Of all data files, what gc would sweep included."""
         self._chains = Chains(disk)
 

@@ -19,7 +19,7 @@ from everstep.errors import Conflict, Corrupt, EverstepError, Missing, Unavailab
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
 from everstep.keeper.measured import Traffic
-from everstep.store import catalog, commit, names, retain
+from everstep.store import catalog, names, retain
 from everstep.store.copy import Copier
 from everstep.store.presence import Presence
 from everstep.tiers.objects import Url
@@ -98,7 +98,7 @@ class Copies(ABC):
 
     @abstractmethod
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
-        """Copy it, with what it goes back to; which ones are new there, and the bytes written.
+        """Copy it, with what it goes back to; which ones are there now, and the bytes written.
         Raises Conflict where another writer has taken the tier over, Unavailable where it is to be
         tried again."""
 
@@ -165,15 +165,16 @@ class Copies(ABC):
     def _bring(self, name: CheckpointName) -> None:
         began = time.monotonic()
         try:
-            new, size = self._copy(name)
+            found, size = self._copy(name)
         except (Conflict, Unavailable, Unsupported, _Closed):
             raise
         except EverstepError as error:  # deleted meanwhile, or damaged
             self._give_up(name, error)
             return
-        self.traffic.wrote(size, time.monotonic() - began)
+        if size:
+            self.traffic.wrote(size, time.monotonic() - began)
         with self._changed:
-            there = {name, *new} & self._waiting
+            there = self._waiting.intersection(found)
             self._waiting -= there
         for each in sorted(there):
             self.reached(each)
@@ -242,7 +243,7 @@ class RemoteCopies(Copies):
         """Of the store, or where each node has one of its own, of all that they have as one."""
         self.tier = tier
         self._disk, self._watches = disk, watches
-        self._every, self._keep = every, keep
+        self._every, self._keep = every, None if watches else keep
         self._cache: retain.NeedsCache = {}
         self._presence = Presence(tier)
 
@@ -301,27 +302,23 @@ class RemoteCopies(Copies):
         return wanted - there
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
+        if self._watches:
+            is_there = catalog.is_there(self.tier, name)
+            self._is_closed.wait(0.0 if is_there else _WATCH_S)
+            return [name] * is_there, 0
         self.copier.lead(self._disk)
+        tags = [tag for tag, at in self._tags().items() if at == name]
         try:
-            copied = self.copier.bring(name)
+            copied = self.copier.copy(name, tags)
         except (Missing, Corrupt) as error:
             if isinstance(source := self.copier.source, Union) and (away := source.problem):
                 raise away from error  # the node that has it may come back
             raise
-        for tag in (tag for tag, at in self._tags().items() if at == name):
-            commit.set_tag(self.tier, tag, name)
-        return copied.checkpoints, copied.bytes
+        return [name, *copied.checkpoints], copied.bytes
 
     def _bring(self, name: CheckpointName) -> None:
-        if not self._watches:
-            super()._bring(name)
-            self.tidy()
-        elif catalog.is_there(self.tier, name):
-            with self._changed:
-                self._waiting.discard(name)
-            self.reached(name)
-        else:
-            self._is_closed.wait(_WATCH_S)
+        super()._bring(name)
+        self.tidy()
 
     def tidy(self) -> None:
         """Delete there what its retention does not cover. Any thread."""
@@ -361,7 +358,7 @@ class Replica(Copies):
             self._own.copy(name)
         said = self._partner.hold(str(name), self._look_up)
         new = map(names.parse_checkpoint, said["checkpoints"])
-        return [each for each in new if each], said["bytes"]
+        return [name, *(each for each in new if each)], said["bytes"]
 
 
 class _Closed(Exception):

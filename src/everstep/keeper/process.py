@@ -25,7 +25,7 @@ from everstep.keeper.home import Home
 from everstep.keeper.live_replica import KEY, LiveReplica
 from everstep.keeper.measured import available_memory
 from everstep.keeper.ranks.team import Team
-from everstep.keeper.serve import Holding, Service
+from everstep.keeper.serve import Service
 from everstep.keeper.session import KEY_LENGTH_MAX, Session
 from everstep.store import retain
 from everstep.store.presence import Presence
@@ -72,7 +72,7 @@ class Keeper:
 
     def __init__(self, store: str, home: Home, idle_s: float) -> None:
         self._disk = tier_at(store)
-        self._holding = Holding(Memory(available_memory() // 2), self._disk)
+        self._memory = Memory(available_memory() // 2)
         self._service: Service | None = None
         self._presence = Presence(self._disk)
         self._home = home
@@ -132,7 +132,7 @@ class Keeper:
         if self._copies and self._copies[1].is_awaited:
             return self._leaving
         # What another node has lost may be here alone, till somebody has saved again.
-        is_awaited = self._sessions or self._holding.memory.used_bytes
+        is_awaited = self._sessions or self._memory.used_bytes
         patience = self._idle_s if is_awaited else min(LINGER_S, self._idle_s)
         return self._leaving or time.monotonic() - self._last_use > patience
 
@@ -225,7 +225,7 @@ class Keeper:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""
         if wanted is not None and self._service is None:
             try:
-                self._service = Service(self._holding, Address.of(wanted))
+                self._service = Service(self._memory, self._disk, Address.of(wanted))
             except OSError as error:
                 log.warning("serving other nodes: %s. They do without this one", error)
 
@@ -235,7 +235,8 @@ class Keeper:
         node = (place.node - 1) % place.nodes
         before = partners["nodes"][node] if partners["replicates"] else None
         source = Peer(Address.of(before), "store") if before else None
-        self._holding.meet(str(partners["run"]), source, place.parts_of(node))
+        if self._service:
+            self._service.meet(str(partners["run"]), source, place.parts_of(node))
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
         """The one whose other ranks are here already, or a new one."""

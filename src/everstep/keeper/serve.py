@@ -40,18 +40,20 @@ _PATH = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*(/[A-Za-z0-9_-][A-Za-z0-9_.-]*)
 
 
 class Service(socketserver.ThreadingTCPServer):
-    """A port for partners, which threads of its own serve."""
+    """A port for partners, which threads of its own serve. Any thread."""
 
     allow_reuse_address = daemon_threads = True
     block_on_close = False
     request_queue_size = 128
 
-    def __init__(self, holding: "Holding", address: Address) -> None:
-        """At that address, any free port where that is 0. Raises OSError."""
+    def __init__(self, memory: Memory, store: Tier, address: Address) -> None:
+        """Serves both at that address, any free port where that is 0. Raises OSError."""
         self.address_family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         super().__init__((address.host, address.port), socketserver.BaseRequestHandler)
         self.address = address._replace(port=self.socket.getsockname()[1])
-        self._holding = holding
+        self._memory = memory
+        self._tiers: dict[str, Readable] = {"memory": memory, "store": store}
+        self._source: tuple[Peer, Collection[int]] | None = None
         self._strangers = threading.Semaphore(STRANGERS_MAX)
         threading.Thread(target=self.serve_forever, name="everstep-serve", daemon=True).start()
 
@@ -80,31 +82,22 @@ class Service(socketserver.ThreadingTCPServer):
             return
         try:
             while True:
-                self._holding.answer(link)
+                self._answer(link)
         except (OSError, EOFError):
             return
         except Exception as error:  # noqa: BLE001 - whatever one partner says, the others are served
             log.warning("a partner: %r", error)
-
-
-class Holding:
-    """What is served: a store, and memory. Any thread."""
-
-    def __init__(self, memory: Memory, store: Tier) -> None:
-        self.memory = memory
-        self._tiers: dict[str, Readable] = {"memory": memory, "store": store}
-        self._source: tuple[Peer, Collection[int]] | None = None
 
     def meet(self, run: str, source: Peer | None, parts: Collection[int]) -> None:
         """Whose checkpoints are held: those of the node with that store, whose parts have these
         numbers. What is there of another run is of no use: its store was put away."""
         self._source = (source, parts) if source else None
         with suppress(Missing, Corrupt):
-            if catalog.read_run(self.memory) == run:
+            if catalog.read_run(self._memory) == run:
                 return
-        self.memory.keep_only(())
+        self._memory.keep_only(())
 
-    def answer(self, link: Link) -> None:
+    def _answer(self, link: Link) -> None:
         """Take a request, and do it. Raises what the link raises, ValueError for what is none."""
         message, _ = link.receive()
         try:
@@ -145,7 +138,7 @@ class Holding:
         def progress(done: int, total: int) -> None:
             link.send({"done": done, "total": total})
 
-        memory = self.memory
+        memory = self._memory
         copied = Copier(source, memory, parts, progress).copy(name)
         manifest = catalog.read_manifest(memory, name)
         newest = max(catalog.committed(memory), key=lambda each: (each.epoch, each.step))

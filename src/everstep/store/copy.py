@@ -42,16 +42,6 @@ class Copied:
     bytes_shared: int = 0
 
 
-def open_copy(source: Readable, target: Target) -> None:
-    """Make the target's store, where there is none, of the same run. Raises as check_run."""
-    try:
-        check_run(source, target)
-    except Missing:
-        target.create(names.STORE, source.read(names.STORE))
-        check_run(source, target)
-    target.sync("")  # whoever made it may have died before that
-
-
 def check_run(source: Readable, target: Readable) -> None:
     """Raises Conflict where they are of two runs, Missing where one is no store."""
     run, other = catalog.read_run(source), catalog.read_run(target)
@@ -170,6 +160,8 @@ class Copier:
         self._before: set[str] = set()
         """The packs of the last copy."""
         self._are_shared, self._copied = are_shared, Copied()
+        self._is_open = are_shared
+        """Whether there is a store to copy to, of this run or of one that begins with it."""
 
     def lead(self, source: Readable) -> None:
         """Let the target have the newest claim of this one, whose writer it is that copies there.
@@ -177,7 +169,7 @@ class Copier:
         the higher number; who writes its own claim before it looks for others' sees any that
         counts. Any thread."""
         target = self._target
-        open_copy(source, target)
+        self._open(source)
         theirs = set(catalog.claimed(target))  # before: a claim of its own may be made meanwhile
         self._epochs &= theirs
         mine = set(catalog.claimed(source))
@@ -202,14 +194,8 @@ class Copier:
         from their digests, or are not there (any more), Conflict where the target is the store of
         another run, or has another checkpoint of that name; Unavailable, Unsupported.
         """
-        open_copy(self.source, self._target)
-        copied = self.bring(name)
-        for tag in tags:
-            commit.set_tag(self._target, tag, name)
-        return copied
-
-    def bring(self, name: CheckpointName) -> Copied:
-        """The same, into a store that is there, whichever its run."""
+        if not self._is_open:
+            self._open(self.source)
         self._copied, self._before, self._packs = Copied(), self._packs, set()
         self._tables.clear()
         steps = _to_copy(self.source, self._target, name, self._nodes or ())
@@ -217,7 +203,19 @@ class Copier:
         self._copy_epochs(self.source, name.epoch)
         for step in steps:
             self._copy(step)
+        for tag in tags:
+            commit.set_tag(self._target, tag, name)
         return self._copied
+
+    def _open(self, source: Readable) -> None:
+        """Make the target's store, where there is none, of the same run. Raises as check_run."""
+        try:
+            check_run(source, self._target)
+        except Missing:
+            self._target.create(names.STORE, source.read(names.STORE))
+            check_run(source, self._target)
+        self._target.sync("")  # whoever made it may have died before that
+        self._is_open = True
 
     def _copy_epochs(self, source: Readable, newest: int) -> None:
         """The claims by which the target knows the lineage of that epoch. One that is damaged or
@@ -380,4 +378,4 @@ def fork(
             f"another place"
         )
     with shown(target):
-        return Copier(source, target, progress=progress, are_shared=True).bring(name)
+        return Copier(source, target, progress=progress, are_shared=True).copy(name)

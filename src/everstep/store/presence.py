@@ -89,9 +89,8 @@ def living(tier: Tier) -> list[str]:
     """The paths of what writers that live have put there; nothing where they have locks."""
     if tier.is_directory:
         return []
-    paths = [f"{names.WRITERS}/{name}" for name in tier.list(names.WRITERS)]
-    ages = [(path, tier.age_s(path)) for path in paths]
-    return [path for path, age_s in ages if age_s is not None and age_s < LIFE_S]
+    files = tier.files(names.WRITERS).items()
+    return [f"{names.WRITERS}/{name}" for name, (_, at) in files if tier.now() - at < LIFE_S]
 
 
 def check_alone(tier: Tier, what: str) -> None:

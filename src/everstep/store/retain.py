@@ -204,18 +204,17 @@ def sweep(disk: Tier) -> tuple[int, int]:
             if (of := names.writer_of(pack)) and of.epoch < live
         }
         if not disk.is_directory:  # somebody may just be copying them here
-            doomed = _idle(disk, doomed)
-        doomed |= _idle(disk, _paths(disk, names.TABLES))
+            doomed &= _idle(disk, names.DATA)
+        doomed |= _idle(disk, names.TABLES)
         doomed -= needed
         if not disk.is_directory:  # somebody may have begun to write since
             doomed -= _reachable(disk, catalog.committed(disk), {})
         doomed.update(_dead_parts(disk, set(committed), live))
-        doomed |= _idle(disk, _paths(disk, names.WRITERS) + _paths(disk, names.PROBES))
+        doomed |= _idle(disk, names.WRITERS) | _idle(disk, names.PROBES)
         directories = ["", names.EPOCHS, names.TAGS, names.DATA, names.TABLES]
         directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
         for directory in directories:
-            drafts = [path for path in _paths(disk, directory) if path.endswith(".tmp")]
-            doomed |= _idle(disk, drafts)
+            doomed |= {path for path in _idle(disk, directory) if path.endswith(".tmp")}
         freed = sum(disk.size(path) or 0 for path in doomed)
         for path in sorted(doomed):
             disk.delete(path)
@@ -263,14 +262,10 @@ def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> Non
                 disk.sync(f"{names.CHECKPOINTS}/{directory}")
 
 
-def _idle(disk: Tier, paths: Iterable[str]) -> set[str]:
-    """Those that nobody touched for an hour: a document is published within seconds."""
-    return {path for path in paths if (disk.age_s(path) or 0.0) > _IDLE_S}
-
-
-def _paths(disk: Tier, directory: str) -> list[str]:
-    prefix = f"{directory}/" if directory else ""
-    return [f"{prefix}{name}" for name in disk.list(directory)]
+def _idle(disk: Tier, directory: str) -> set[str]:
+    """The files in it that nobody touched for an hour: a document is published within seconds."""
+    prefix, files = f"{directory}/" if directory else "", disk.files(directory).items()
+    return {f"{prefix}{name}" for name, (_, at) in files if disk.now() - at > _IDLE_S}
 
 
 def _needs(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs:

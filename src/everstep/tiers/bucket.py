@@ -163,25 +163,14 @@ class Bucket(Objects):
 
     def size(self, path: str) -> int | None:
         """Bytes of an object; None where there is none. Raises Unavailable."""
-        found = self._head(path)
-        return None if found is None else int(found["size"])
-
-    def age_s(self, path: str) -> float | None:
-        """Since an object was written, by the server's clock; None where there is none."""
-        if (found := self._head(path)) is None:
-            return None
-        written: datetime = found["last_modified"]
-        return max(0.0, time.time() + self._clock_offset_s() - written.timestamp())
-
-    def _head(self, path: str) -> Any:
         try:
             with self._telling("looking for", path, 0):
-                return self._api.head(self._store, path)
+                return int(self._api.head(self._store, path)["size"])
         except Missing:
             return None
 
-    def _clock_offset_s(self) -> float:
-        """By how much the server's clock is ahead; 0 where nothing can be written there."""
+    def now(self) -> float:
+        """The time by the server's clock; by this one's where nothing can be written there."""
         if self._offset_s is None:
             path = f"probes/{secrets.token_hex(8)}"
             try:
@@ -190,10 +179,10 @@ class Bucket(Objects):
                     there: datetime = self._api.head(self._store, path)["last_modified"]
                 self._offset_s = there.timestamp() - time.time()
             except (Missing, Unavailable):
-                return 0.0
+                return time.time()
             finally:
                 self.forget([path])
-        return self._offset_s
+        return time.time() + self._offset_s
 
     def read(self, path: str) -> bytes:
         """See Disk; by one request."""
@@ -212,10 +201,20 @@ class Bucket(Objects):
 
     def list(self, directory: str) -> list[str]:
         """The names below a prefix, up to the next "/"; sorted."""
-        with self._telling("listing", directory, 0):
-            found = self._api.list_with_delimiter(self._store, directory or None)
+        found = self._list(directory)
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
+
+    def files(self, directory: str) -> dict[str, tuple[int, float]]:
+        """See Disk."""
+        return {
+            each["path"].rpartition("/")[2]: (each["size"], each["last_modified"].timestamp())
+            for each in self._list(directory)["objects"]
+        }
+
+    def _list(self, directory: str) -> Any:
+        with self._telling("listing", directory, 0):
+            return self._api.list_with_delimiter(self._store, directory or None)
 
     def holders(self, directory: str, name: str) -> Sequence[str]:
         """See Disk; by one listing of all that is below."""
@@ -226,12 +225,6 @@ class Bucket(Objects):
         return sorted(
             path.removesuffix(ending).rpartition("/")[2] for path in paths if path.endswith(ending)
         )
-
-    def bytes_in(self, directory: str) -> int:
-        """Of the objects below a prefix, up to the next "/", together."""
-        with self._telling("listing", directory, 0):
-            found = self._api.list_with_delimiter(self._store, directory)
-        return sum(each["size"] for each in found["objects"])
 
     def delete(self, path: str) -> None:
         """Remove an object; no error where it is gone already."""

@@ -30,7 +30,7 @@ from everstep.tiers.system import System
 
 LOCK_WAIT_S = 60.0
 _LOCK_RETRY_S = 0.01
-_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV)
 
 
 class Disk:
@@ -89,14 +89,9 @@ class Disk:
             self._make_directories([os.path.dirname(path)])
             theirs, own = str(other.root / path), str(self.root / path)
             try:
-                self._system.link(theirs, own)
-            except FileExistsError:
-                return os.path.samefile(theirs, own)
-            except OSError as error:
-                if error.errno not in (*_NO_LINKS, errno.EXDEV):
-                    raise
+                return self._link(theirs, own) or os.path.samefile(theirs, own)
+            except Unsupported:
                 return False
-            return True
 
     def settle(self, path: str) -> None:
         """Make a file durable that another process may have written, and not synced."""
@@ -153,11 +148,6 @@ class Disk:
         found = self._stat(path)
         return None if found is None else found.st_size
 
-    def age_s(self, path: str) -> float | None:
-        """Since a file was last written to; None where there is none. Raises Unavailable."""
-        found = self._stat(path)
-        return time.time() - found.st_mtime if found and stat.S_ISREG(found.st_mode) else None
-
     def _stat(self, path: str) -> os.stat_result | None:
         with telling("looking for", self.root / path):
             return _stat(f"{self.root}/{path}")
@@ -189,14 +179,18 @@ class Disk:
         with telling("looking into", self.root / directory):
             return [each for each in found if _stat(f"{place}/{each}/{name}")]
 
-    def bytes_in(self, directory: str) -> int:
-        """Of the files in a directory, together; 0 where there is none. Raises Unavailable."""
-        with telling("listing", self.root / directory):
-            try:
-                with os.scandir(self.root / directory) as entries:
-                    return sum(entry.stat().st_size for entry in entries if entry.is_file())
-            except FileNotFoundError:
-                return 0
+    def files(self, directory: str) -> dict[str, tuple[int, float]]:
+        """The files in a directory: bytes of each, and when it was last written to, by the clock
+        `now`. Raises Unavailable."""
+        place, names = f"{self.root}/{directory}", self.list(directory)
+        with telling("looking into", self.root / directory):
+            found = {name: _stat(f"{place}/{name}") for name in names}
+        regular = ((n, each) for n, each in found.items() if each and stat.S_ISREG(each.st_mode))
+        return {name: (each.st_size, each.st_mtime) for name, each in regular}
+
+    def now(self) -> float:
+        """The time by the clock that stamps files."""
+        return time.time()
 
     def delete(self, path: str) -> None:
         """Remove a file durably, and its directory where that is empty then.
