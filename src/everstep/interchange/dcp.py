@@ -5,17 +5,22 @@ torch.save inside of a larger one.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.archives import load_piece
 from everstep.interchange.pickles import Inert, dtype_of, read_pickle
 from everstep.interchange.tensors import Found, Part, Stretch, lengths, named
+from everstep.interchange.torch_files import Read, StandIn, load_piece, write_archive
 
-METADATA = ".metadata"
+METADATA, _FILE = ".metadata", "__0_0.distcp"
 _METADATA_BYTES_MAX = 1 << 30
 _PATH_MAX = 64
 _LIST_MAX = 1 << 20
@@ -120,3 +125,20 @@ def _with_lists(tree: Any) -> Any:
             raise ValueError("a list with gaps")
         return [made[index] for index in range(len(made))]
     return made
+
+
+def write_dcp(folder: Path, tree: dict[str, Any], read: Read) -> None:
+    """A new directory of that state dict, for dcp.load. Raises OSError."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(tree, is_coordinator=True)
+    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    values = [planner.lookup_object(item.index) for item in plan.items]
+    tensors = read([each.of for each in values if isinstance(each, StandIn)])
+    found = []
+    with (folder / _FILE).open("xb") as file:
+        for item, each in zip(plan.items, values, strict=True):
+            start = file.tell()
+            write_archive(file, each, lambda names: islice(tensors, len(names)))
+            size = file.tell() - start
+            found.append(WriteResult(item.index, size, _StorageInfo(_FILE, start, size)))
+    FileSystemWriter(folder, sync_files=False).finish(metadata, [found])

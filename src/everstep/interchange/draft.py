@@ -10,16 +10,13 @@ from dataclasses import dataclass, field
 from operator import add, le
 from typing import Any
 
-import torch
-
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.tables import Table
 from everstep.format.tiling import find_flaw
-from everstep.interchange.pickles import RANGE, Inert, settled
-from everstep.interchange.tensors import Found, StandIn
+from everstep.interchange.tensors import Found
 from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
 from everstep.tiers.tier import Tier
@@ -137,13 +134,12 @@ class Draft:
     def encoded(self, path: str, value: Any, rank: int | None = None) -> Json:
         """Tagged JSON, whose tensors are the draft's, under their paths."""
 
-        def sink(found_at: str, tensor: torch.Tensor) -> str:
+        def sink(found_at: str, tensor: Any) -> str:
             called = found_at if rank is None else own_name(found_at, rank)
-            assert isinstance(tensor, StandIn)
-            self.add_tensor(called, tensor.of)
+            self.add_tensor(called, tensor)
             return called
 
-        return encode(settled(value, self.where, self._leaf, path), path, sink)
+        return encode(value, path, sink)
 
     def add_optimizer(self, name: str, state: Mapping[str, Any], names: Mapping[Any, str]) -> None:
         """The state_dict of a torch optimizer. `names`: of the tensor that each of its parameters
@@ -182,18 +178,6 @@ class Draft:
             for name, found in self.tensors.items()
             if name.startswith(prefix) and name not in but
         }
-
-    def _leaf(self, value: Any, path: str) -> Any:
-        if isinstance(value, Found):
-            return StandIn.make(value.dtype, value.shape, value)
-        if isinstance(value, Inert) and value.kind == RANGE:
-            return range(*value.args)
-        if isinstance(value, Inert):
-            raise Unsupported(
-                f"importing {path[:200]} of {self.where}: it is a {value.kind[:200]}, which nobody "
-                f"here knows, and is made by no import"
-            )
-        return value
 
 
 def _fits(box: Box, shape: tuple[int, ...]) -> bool:

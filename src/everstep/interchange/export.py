@@ -17,11 +17,11 @@ from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
-from everstep.interchange.generators import RNG, plain
+from everstep.interchange.dcp import write_dcp
+from everstep.interchange.deepspeed import write_universal
 from everstep.interchange.safetensors import header_of
-from everstep.interchange.tensors import StandIn
-from everstep.interchange.torch_files import write_dcp, write_torch
-from everstep.interchange.universal import write_universal
+from everstep.interchange.torch_files import StandIn, write_torch
+from everstep.interchange.trees import RNG, plain
 from everstep.restore.chain import objects_tensors
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole

@@ -16,10 +16,9 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.integrations.transformers import COUNTED
-from everstep.interchange import archives, dcp, safetensors
-from everstep.interchange.generators import RNG, global_generators
+from everstep.interchange import dcp, safetensors, torch_files
 from everstep.interchange.tensors import Found, regular
-from everstep.interchange.trees import ByRank, Saved, numbered
+from everstep.interchange.trees import RNG, ByRank, Saved, global_generators, numbered
 
 log = logging.getLogger("everstep")
 
@@ -170,7 +169,7 @@ def _ending(number: int) -> str:
 
 def read_lightning(path: Path, part: str) -> Saved:
     """Models, optimizers and schedulers as EverstepCallback has them."""
-    said = archives.load(path)
+    said = torch_files.load(path)
     tree = {part: said["state_dict"]}
     tree |= {f"optimizer.{n}": each for n, each in enumerate(said.get("optimizer_states", ()))}
     tree |= {f"scheduler.{n}": each for n, each in enumerate(said.get("lr_schedulers", ()))}
@@ -179,9 +178,9 @@ def read_lightning(path: Path, part: str) -> Saved:
 
 def is_lightning(path: Path) -> bool:
     """By what its trainer writes into each."""
-    if not archives.is_archive(path):
+    if not torch_files.is_archive(path):
         return False
-    said = archives.load(path)
+    said = torch_files.load(path)
     return isinstance(said, dict) and "pytorch-lightning_version" in said
 
 
@@ -204,7 +203,7 @@ def _weights(folder: Path, ending: str) -> Any:
 
 
 def _file(path: Path) -> Any:
-    return archives.load(path) if path.is_file() else None
+    return torch_files.load(path) if path.is_file() else None
 
 
 def _file_or_shards(file: Path, folder: Path, key: str) -> Any:
@@ -216,6 +215,6 @@ def _by_rank(folder: Path, stem: str, suffix: str) -> list[Any]:
     """What each rank has written; of the Trainer's, one process alone has no number."""
     alone = folder / f"{stem}{suffix}"
     if alone.is_file():
-        return [archives.load(alone)]
+        return [torch_files.load(alone)]
     count = len(list(folder.glob(f"{stem}_*{suffix}")))
-    return [archives.load(folder / f"{stem}_{rank}{suffix}") for rank in range(count)]
+    return [torch_files.load(folder / f"{stem}_{rank}{suffix}") for rank in range(count)]

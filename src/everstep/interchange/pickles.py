@@ -26,6 +26,7 @@ from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.tensors import Storage, Stretch, view_of
 from everstep.sharding.leaves import dtype_name
+from everstep.state.objects import Foreign, Json, encode
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 32
 _COSTS = {"EMPTY_SET": 300, "FROZENSET": 300, "EMPTY_DICT": 300, "EMPTY_LIST": 150}
@@ -36,7 +37,7 @@ _PLAIN_KEYS = (str, bytes, int, float, bool, complex, type(None))
 NONSENSE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 """What comes of what makes no sense. torch raises RuntimeError for a device that it does not
 know."""
-RANGE = "builtins.range"
+_RANGE = "builtins.range"
 """Is not made: it says in few bytes that a set, or a shape, has any number of items."""
 
 
@@ -48,12 +49,21 @@ class Global:
 
 
 @dataclass(slots=True, eq=False)
-class Inert:
+class Inert(Foreign):
     """What somebody's class was to make: its name, what it was called with, and its state."""
 
     kind: str
     args: tuple[Any, ...] = ()
     state: Any = None
+
+    def encode(self, path: str, sink: Callable[[str, Any], str]) -> Json:
+        """See Foreign. Raises Unsupported."""
+        if self.kind == _RANGE:
+            return encode(range(*self.args), path, sink)
+        raise Unsupported(
+            f"importing {path[:200]}: it is a {self.kind[:200]}, which nobody here knows, and is "
+            f"made by no import"
+        )
 
     def get(self, name: str) -> Any:
         """An attribute, as far as it is known."""
@@ -75,7 +85,7 @@ def read_pickle(data: bytes, where: object, beside: Mapping[str, Stretch]) -> An
             if machine.budget < 0:
                 raise Unsupported(f"reading {where}: a pickle that takes too much memory")
             if opcode.name == "STOP":
-                return settled(machine.stack.pop(), where, _resolved)
+                return _settled(machine.stack.pop(), where)
             if opcode.name not in _STEPS:
                 raise Unsupported(f"reading {where}: a pickle of old, or of extensions")
             _STEPS[opcode.name](machine, argument)
@@ -317,37 +327,34 @@ _MAKERS: dict[str, Callable[..., Any]] = {
 # ---- a value as a tree -------------------------------------------------------------------------
 
 
-def settled(value: Any, where: object, leaf: Callable[[Any, str], Any], path: str = "") -> Any:
-    """The same in containers of its own. `leaf`: what becomes of what is neither plain nor a
-    container, by its path. Raises Unsupported for what is nested too deeply, or in itself, or says
-    a thing so often in few bytes that there are too many nodes."""
+def _settled(value: Any, where: object) -> Any:
+    """The same in containers of its own, with numpy's arrays. Raises Unsupported for what is nested
+    too deeply, or in itself, or says a thing so often in few bytes that there are too many nodes.
+    """
     left = _NODES_MAX
 
-    def settle(value: Any, path: str, depth: int) -> Any:
+    def settle(value: Any, depth: int) -> Any:
         nonlocal left
         left -= 1
         if depth > _DEPTH_MAX or left < 0:
-            raise Unsupported(f"reading {where}: {path[:200]} is nested too deeply, or often")
+            raise Unsupported(f"reading {where}: it is nested too deeply, or often")
         if type(value) in (*_PLAIN_KEYS, bytearray):
             return value
         if isinstance(value, dict):
-            made = type(value)(*_factory(value))
+            factory = (value.default_factory,) if isinstance(value, defaultdict) else ()
+            made = type(value)(*factory)
             for key, item in value.items():
-                made[key] = settle(item, f"{path}.{key}" if path else f"{key}", depth + 1)
+                made[key] = settle(item, depth + 1)
             return made
         if type(value) in (list, tuple, deque):
-            items = [settle(each, f"{path}.{i}", depth + 1) for i, each in enumerate(value)]
+            items = [settle(each, depth + 1) for each in value]
             return deque(items, value.maxlen) if type(value) is deque else type(value)(items)
-        return value if type(value) in (set, frozenset) else leaf(value, path)
+        return _resolved(value)
 
-    return settle(value, path, 0)
-
-
-def _factory(value: dict[Any, Any]) -> tuple[Any, ...]:
-    return (value.default_factory,) if isinstance(value, defaultdict) else ()
+    return settle(value, 0)
 
 
-def _resolved(leaf: Any, path: str) -> Any:
+def _resolved(leaf: Any) -> Any:
     """numpy's arrays and scalars as they are, of numbers or texts."""
     order: Any = "C"
     match leaf.kind if isinstance(leaf, Inert) else None:

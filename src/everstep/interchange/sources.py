@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
-from everstep.interchange import archives, dcp, folders, safetensors, zero
+from everstep.interchange import dcp, deepspeed, folders, safetensors, torch_files
 from everstep.interchange.draft import Draft
 from everstep.interchange.pickles import NONSENSE
 from everstep.interchange.trees import Options, Saved, draft_of
@@ -58,10 +58,10 @@ KINDS: dict[str, Kind] = {
     "dcp": Kind(dcp.is_any, lambda path, part: Saved(dcp.read_tree(path))),
     "trainer": Kind(folders.is_trainer, folders.read_trainer),
     "accelerate": Kind(folders.is_accelerate, folders.read_accelerate),
-    "deepspeed": Kind(lambda path: zero.tag_of(path) is not None, zero.read_zero),
+    "deepspeed": Kind(lambda path: deepspeed.tag_of(path) is not None, deepspeed.read_folder),
     "hf": Kind(safetensors.is_any, lambda path, part: Saved(safetensors.read_weights(path))),
     "lightning": Kind(folders.is_lightning, folders.read_lightning),
-    "torch": Kind(archives.is_archive, lambda path, part: Saved(archives.load(path))),
+    "torch": Kind(torch_files.is_archive, lambda path, part: Saved(torch_files.load(path))),
 }
 """By what is recognised first."""
 

@@ -18,6 +18,7 @@ from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
+from everstep.state.objects import Foreign, Json
 
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
@@ -96,12 +97,16 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Found(Foreign):
     """A tensor of a source. Equal ones are one: their bytes are the same."""
 
     dtype: str
     shape: tuple[int, ...]
     parts: tuple[Part, ...]
+
+    def encode(self, path: str, sink: Callable[[str, Any], str]) -> Json:
+        """See Foreign."""
+        return {"$": "tensor", "v": sink(path, self), "device": "cpu"}
 
     @property
     def size(self) -> int:
@@ -139,21 +144,6 @@ class Found:
             return False
         pairs = zip(self.parts, other.parts, strict=True)
         return all(a == b for one, two in pairs for a, b in zip_longest(one.blocks(), two.blocks()))
-
-
-class StandIn(torch.Tensor):
-    """A tensor of some dtype and shape without memory of its own, for what takes states apart.
-    `of`: what it stands for."""
-
-    of: Any
-
-    @classmethod
-    def make(cls, dtype: str, shape: Sequence[int], of: Any) -> "StandIn":
-        """Torch warns where complex32 is asked for in new memory."""
-        item = torch.empty(ITEM_SIZES[dtype], dtype=torch.uint8, device="cpu")
-        made = item.view(getattr(torch, dtype)).view(()).expand(tuple(shape)).as_subclass(cls)
-        made.of = of
-        return made
 
 
 class Storage(NamedTuple):

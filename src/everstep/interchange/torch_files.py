@@ -1,56 +1,151 @@
-"""Files as torch.save writes them: a zip of a pickle and, one after another, the tensors' bytes;
-and directories for torch.distributed.checkpoint, whose file has one for each value.
+"""What torch.save writes: a zip of a pickle and, one after another, the bytes of storages.
 
-These libraries want all tensors in memory; here each is read when its turn has come.
+A file is one, or has several behind one another (DCP's). Torch wants all tensors in memory, and
+runs what a pickle says; here each is read when its turn has come, and nothing is run.
+https://pytorch.org/docs/stable/notes/serialization.html#torch-save-serialization-format
 """
 
 import io
+import os
 import pickle
+import struct
+import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import _open_zipfile_writer
 
-from everstep.interchange.pickles import STORAGES
-from everstep.interchange.tensors import StandIn
+from everstep.errors import Corrupt, Unavailable, Unsupported
+from everstep.format.dtypes import ITEM_SIZES
+from everstep.interchange.pickles import STORAGES, read_pickle
+from everstep.interchange.tensors import Stretch, regular
 from everstep.sharding.leaves import bytes_of, dtype_name
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
-_FILE = "__0_0.distcp"
+PICKLE_BYTES_MAX = 1 << 28
+_DIRECTORY_BYTES_MAX = 1 << 26
+_LOCAL = struct.Struct("<4s5H3I2H")
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
+
+
+def is_archive(path: Path) -> bool:
+    """Whether it begins as a zip does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def load(path: Path) -> Any:
+    """What a file of torch.save has (read_pickle). Raises Corrupt, Unsupported, Unavailable."""
+    if not is_archive(path):
+        raise Unsupported(
+            f"reading {path}: it is no zip. Files of torch before 1.6 (or of other programs) have "
+            f"to be loaded and saved anew: torch.save(torch.load(path), other)"
+        )
+    return load_piece(Stretch(path, 0, path.stat().st_size), path)
+
+
+def load_piece(lies: Stretch, where: object) -> Any:
+    """Likewise, of one that is a stretch of a file."""
+    try:
+        records = _records(lies, where)
+    except OSError as error:
+        raise Unavailable(f"reading {lies.path}: {error.strerror or error}") from error
+    except _BROKEN as error:
+        if lies.size > 8 and lies.part(8, 1).read() == b"{":
+            raise Unsupported(
+                f"reading {where}: it is safetensors. DCP has to save as TORCH_SAVE, its default"
+            ) from error
+        raise Corrupt(f"reading {where}: it is no whole zip: {error}") from error
+    data = records["data.pkl"]
+    if data.size > PICKLE_BYTES_MAX:
+        raise Unsupported(f"reading {where}: its pickle has {data.size} bytes")
+    return read_pickle(data.read(), where, records)
+
+
+def _records(lies: Stretch, where: object) -> dict[str, Stretch]:
+    there, found = regular(lies.path).stat().st_size, dict[str, Stretch]()
+    if lies.offset < 0 or lies.size < 0 or lies.offset + lies.size > there:
+        raise Corrupt(
+            f"reading {lies.path}: {lies.size} bytes at {lies.offset} are named, it has {there}"
+        )
+    with lies.path.open("rb") as file:
+        window = _Window(file, lies.offset, lies.size)
+        for entry in zipfile.ZipFile(window).infolist():
+            if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
+                raise Unsupported(f"reading {where}: {entry.filename[:80]} is compressed")
+            window.seek(entry.header_offset)
+            row = _LOCAL.unpack(window.read(_LOCAL.size))
+            start = entry.header_offset + _LOCAL.size + row[-2] + row[-1]
+            if row[0] != b"PK\x03\x04" or not 0 <= start <= start + entry.file_size <= lies.size:
+                raise Corrupt(f"reading {where}: {entry.filename[:80]} is not in it")
+            _, _, name = entry.filename.partition("/")
+            found[name] = lies.part(start, entry.file_size)
+    if "data.pkl" not in found or "constants.pkl" in found:
+        raise Unsupported(f"reading {where}: a zip, but not one of torch.save")
+    order = found.get("byteorder")
+    if order and order.size < 100 and order.read() != b"little":
+        raise Unsupported(f"reading {where}: it is of a big-endian machine")
+    return found
+
+
+class _Window:
+    """A stretch of a file as a file, of which nobody reads much at once."""
+
+    def __init__(self, file: Any, offset: int, size: int) -> None:
+        self._file, self._offset, self._size = file, offset, size
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._file.seek(self._offset + base + offset)
+        return base + offset
+
+    def tell(self) -> int:
+        at: int = self._file.tell() - self._offset
+        return at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Up to its end."""
+        left = max(0, self._size - self.tell())
+        wanted = left if size is None or size < 0 else min(size, left)
+        if wanted > _DIRECTORY_BYTES_MAX:
+            raise ValueError("its directory is enormous")
+        data: bytes = self._file.read(wanted)
+        return data
+
+
+# ---- to a file -----------------------------------------------------------------------------------
+
+
+class StandIn(torch.Tensor):
+    """A tensor of some dtype and shape without memory of its own, for what takes states apart.
+    `of`: the name of what it stands for."""
+
+    of: str
+
+    @classmethod
+    def make(cls, dtype: str, shape: Sequence[int], of: str) -> "StandIn":
+        """Torch warns where complex32 is asked for in new memory."""
+        item = torch.empty(ITEM_SIZES[dtype], dtype=torch.uint8, device="cpu")
+        made = item.view(getattr(torch, dtype)).view(()).expand(tuple(shape)).as_subclass(cls)
+        made.of = of
+        return made
 
 
 def write_torch(path: Path, value: Any, read: Read) -> None:
     """A new file of `value`, for torch.load; `read` brings the tensors that it has stand-ins of.
     Raises OSError."""
     with path.open("xb") as file:
-        _write_archive(file, value, read)
+        write_archive(file, value, read)
 
 
-def write_dcp(folder: Path, tree: dict[str, Any], read: Read) -> None:
-    """A new directory of that state dict, for dcp.load. Raises OSError."""
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(tree, is_coordinator=True)
-    (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    values = [planner.lookup_object(item.index) for item in plan.items]
-    tensors = read([each.of for each in values if isinstance(each, StandIn)])
-    found = []
-    with (folder / _FILE).open("xb") as file:
-        for item, each in zip(plan.items, values, strict=True):
-            start = file.tell()
-            _write_archive(file, each, lambda names: islice(tensors, len(names)))
-            size = file.tell() - start
-            found.append(WriteResult(item.index, size, _StorageInfo(_FILE, start, size)))
-    FileSystemWriter(folder, sync_files=False).finish(metadata, [found])
-
-
-def _write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
+def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
     """From where `file` is written to now."""
     pickler = _Pickler()
     pickler.dump(value)

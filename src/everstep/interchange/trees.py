@@ -5,19 +5,21 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from everstep.errors import Missing, Unsupported
 from everstep.interchange.draft import Draft
-from everstep.interchange.generators import RNG, taken
 from everstep.interchange.names import find_names, with_numbers
 from everstep.interchange.tensors import Found
 from everstep.sharding.leaves import canonical
+from everstep.state.stateful import python_state_of
 from everstep.state.view import is_in
 
 _STEPS = ("step", "global_step", "global_steps", "iteration")
 _PARTS_MAX = 10_000
 _FLAT = {"state", "param_groups"}
+RNG, _GENERATORS = "rng", ("python", "numpy", "torch", "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,3 +191,42 @@ def _parts(tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 def numbered(name: str, found: Sequence[Any]) -> dict[str, Any]:
     """As many parts, as a Checkpointer has them of a list; of one thing that one."""
     return {name if len(found) == 1 else f"{name}.{n}": each for n, each in enumerate(found)}
+
+
+# ---- the global random generators ----------------------------------------------------------------
+
+
+def global_generators(
+    said: Mapping[str, Any], names: Sequence[str] = _GENERATORS
+) -> dict[str, Any]:
+    """As everstep has them (state/stateful.py). `names`: in `said` of python's, numpy's, torch's
+    and CUDA's: a list, or of one GPU; None of what there is not."""
+    of_python, of_numpy, of_torch, of_cuda = names
+    version, words, gauss = said[of_python]
+    found = {"python": (version, np.array(words, np.uint32), gauss), "torch": said[of_torch]}
+    if (numpy := said.get(of_numpy)) is not None:
+        kind, own, *rest = numpy
+        found["numpy"] = (kind, np.array(own, np.uint32), *rest)
+    if isinstance(cuda := said.get(of_cuda), list):
+        found["cuda"] = cuda
+    elif cuda is not None:
+        found |= {"cuda": [cuda], "cuda_current": 0}
+    return found
+
+
+def taken(said: Any) -> Any:
+    """What everstep has of what `plain` made."""
+    if not isinstance(said, dict) or not {"python", "torch"} <= said.keys():
+        return said
+    return said | global_generators(said)
+
+
+def plain(said: Any) -> Any:
+    """What random.setstate() and numpy.random.set_state() take."""
+    if not isinstance(said, dict) or "python" not in said:
+        return said
+    found = said | {"python": python_state_of(said)}
+    if "numpy" in said:
+        kind, own, *rest = said["numpy"]
+        found["numpy"] = (kind, own.tolist(), *rest)
+    return found

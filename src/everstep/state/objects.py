@@ -38,6 +38,16 @@ PASSING = (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.Dis
 _PLAIN = (bool, int, str, type(None))
 
 
+class Foreign:
+    """What stands for a value of another library's: its bytes are elsewhere, or it is not made."""
+
+    __slots__ = ()
+
+    def encode(self, path: str, sink: Callable[[str, Any], str]) -> Json:
+        """As `encode` has it."""
+        raise NotImplementedError
+
+
 def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
     """`value` as tagged JSON; each tensor goes to `sink` and a reference stays in its place.
 
@@ -56,6 +66,8 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
         return encoder(value, path, sink, depth + 1)
     if isinstance(value, torch.Tensor):
         return _tag("tensor", sink(path, value), device=place_of(value.device))
+    if isinstance(value, Foreign):
+        return value.encode(path, sink)
     if isinstance(value, np.generic):
         return _tag("numpy.scalar", _bytes(value.tobytes()), dtype=_dtype(value.dtype, path))
     raise Unsupported(

@@ -3,11 +3,16 @@
 A rank has a row of fp32 numbers for each group of parameters, of which each parameter has a
 stretch: in stages 1 and 2 one of the stretch of all ranks together, in stage 3 an equal share of
 each parameter. Their state lies likewise. So each stretch is a few boxes of its tensor, and nothing
-is put together here.
+is put together here. A universal checkpoint has for each parameter a folder, in it a file for its
+fp32 weights and one for each tensor of its state; and what the engine counts.
+
+    global_step120/zero/net.0.weight/{fp32,exp_avg,exp_avg_sq,step}.pt
+    global_step120/zero/optimizer_state.pt, global_step120/mp_rank_00_model_states.pt
 
 The parts are those of everstep.integrations.deepspeed: any stage and number of ranks takes them.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from everstep.errors import Corrupt, Missing, Unsupported
-from everstep.interchange import archives
+from everstep.interchange import torch_files
 from everstep.interchange.pickles import Inert
-from everstep.interchange.tensors import Found, Part, lengths, named
+from everstep.interchange.tensors import NAME, Found, Part, lengths, named
+from everstep.interchange.torch_files import Read, StandIn, write_torch
 from everstep.interchange.trees import Saved
+from everstep.restore.whole import Whole
 
 LATEST = ("latest", "latest_universal")
 _OPTIMIZER = re.compile(
@@ -27,6 +34,8 @@ _OPTIMIZER = re.compile(
 )
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _WEIGHT = "fp32"
+_VERSION = "0.19.8"
+"""Of DeepSpeed, whose universal format is written."""
 
 
 def tag_of(folder: Path) -> Path | None:
@@ -110,7 +119,7 @@ class _Rows:
             for name, shape in own.items():
                 self.numbers[name] = dict(numbers)
                 for path in sorted(named(tag / "zero", name, tag).glob("*.pt")):
-                    value = archives.load(path)
+                    value = torch_files.load(path)
                     value = value["param"] if isinstance(value, dict) else value
                     if isinstance(value, Found) and path.stem != "step":
                         in_a_row = replace(value, shape=(prod(value.shape),))
@@ -179,13 +188,13 @@ def _engine(state: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str,
     return said | {"lr_scheduler": state.get("lr_scheduler"), "loss_scaler": plain}
 
 
-def read_zero(folder: Path, part: str) -> Saved:
+def read_folder(folder: Path, part: str) -> Saved:
     """Raises Missing, Corrupt, Unsupported."""
     tag = tag_of(folder)
     if tag is None:
         raise Missing(f"importing {folder}: it is no folder of DeepSpeed's")
     models = sorted(tag.glob("*_model_states.pt"))
-    states = [archives.load(path) for path in models if "_expert_" not in path.name]
+    states = [torch_files.load(path) for path in models if "_expert_" not in path.name]
     if len(states) != len(models) or not states:
         raise Unsupported(f"importing {tag}: experts of DeepSpeed's own are not known here")
     universal = tag / "zero" / "optimizer_state.pt"
@@ -195,7 +204,7 @@ def read_zero(folder: Path, part: str) -> Saved:
         parts = {part: "module", "optimizer": "optimizer", "scheduler": "lr_scheduler"}
         plain = {name: states[0].get(key) for name, key in parts.items()}
         return Saved({name: each for name, each in plain.items() if each}, step)
-    said, rows = [archives.load(path) for path in files], _Rows(states[0]["param_shapes"])
+    said, rows = [torch_files.load(path) for path in files], _Rows(states[0]["param_shapes"])
     if universal in files:
         rows.read_universal(tag, said[0])
         groups = said[0]["param_groups"]
@@ -218,3 +227,95 @@ def _files(tag: Path) -> list[Path]:
     if sorted(found) != list(range(len(found))):
         raise Corrupt(f"importing {tag}: files of some ranks are not there")
     return [found[rank] for rank in sorted(found)]
+
+
+# ---- to a universal checkpoint -------------------------------------------------------------------
+
+
+def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read) -> None:
+    """Write a universal checkpoint of a model and its optimizer. `tree`: all parts by names. Raises
+    Unsupported for others, OSError."""
+    what = f"exporting step {whole.name.step} for DeepSpeed"
+    if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
+        raise Unsupported(
+            f"{what}: it has {len(whole.optimizers)} optimizers, and needs one, of a class that "
+            f"leaves it to torch what its state is"
+        )
+    (optimizer,) = whole.optimizers
+    moments = tree[optimizer]
+    part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
+    model = tree[part]
+    tag = folder / f"global_step{whole.name.step}"
+
+    def write(path: Path, value: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_torch(path, value, read)
+
+    for group in moments["param_groups"]:
+        for name in group["params"]:
+            if not NAME.fullmatch(name) or name not in model:
+                raise Unsupported(f"{what}: a parameter {name!r:.200} of {part!r}")
+            own = {"fp32": model[name], **moments["state"].get(name, {})}
+            for key, value in own.items():
+                is_alike = isinstance(value, StandIn) and value.shape == model[name].shape
+                value = {"param": value} if is_alike and key != "step" else value
+                write(tag / "zero" / name / f"{key}.pt", value)
+    write(tag / "zero" / "optimizer_state.pt", _common(moments))
+    said = _counted(tree, whole.name.step) | _model_states(model, moments["param_groups"])
+    write(tag / "mp_rank_00_model_states.pt", said)
+    of_stage_3 = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    os.link(tag / "mp_rank_00_model_states.pt", of_stage_3)
+    (folder / "latest_universal").write_text(tag.name)
+
+
+def _common(moments: Any) -> dict[str, Any]:
+    groups = [{**group, "params": [at]} for at, group in enumerate(moments["param_groups"])]
+    firsts = [group["params"][:1] for group in moments["param_groups"]]
+    steps = [moments["state"].get(name, {}).get("step") for (name,) in firsts]
+    state = {at: {} if step is None else {"step": step} for at, step in enumerate(steps)}
+    return {
+        "param_groups": groups,
+        "optimizer_state_dict": {"state": state, "param_groups": groups},
+        "dynamic_loss_scale": False,
+        "overflow": False,
+        "clip_grad": 0.0,
+        "zero_stage": 1,
+        "partition_count": [1] * len(groups),
+        "group_paddings": [0] * len(groups),
+        "ds_version": _VERSION,
+    }
+
+
+def _model_states(model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
+    """What the engine knows of it. The weights that are trained are those of the folders."""
+    shapes = [{name: model[name].shape for name in group["params"]} for group in groups]
+    firsts: dict[str, str] = {}
+    tensors = {name: each for name, each in model.items() if isinstance(each, StandIn)}
+    shared = {n: known for n, t in tensors.items() if (known := firsts.setdefault(t.of, n)) != n}
+    elsewhere = shared.keys() | {name for group in groups for name in group["params"]}
+    rest = {name: each for name, each in model.items() if name not in elsewhere}
+    return {
+        "module": rest,
+        "buffer_names": list(rest.keys() & tensors.keys()),
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": shared,
+    }
+
+
+def _counted(tree: dict[str, Any], step: int) -> dict[str, Any]:
+    """What it counts."""
+    engine = tree["engine"] if isinstance(tree.get("engine"), dict) else {}
+    return {
+        "optimizer": None,
+        "lr_scheduler": engine.get("lr_scheduler", tree.get("scheduler")),
+        "skipped_steps": engine.get("skipped_steps", 0),
+        "global_steps": engine.get("global_steps", step),
+        "global_samples": engine.get("global_samples", 0),
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _VERSION,
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
+    }
