@@ -34,7 +34,7 @@ def find_names(
 ) -> dict[Any, str]:
     """What stands for a parameter in the state_dict → its name. `shapes`: of the model's weights,
     in their order; `given`: in which orders they may be (None: that, or by rules). Raises
-    Unsupported, with what to do; and what nonsense comes to (sources.read_source)."""
+    Unsupported, with what to do; and what nonsense comes to (tensors.reading)."""
     groups = state["param_groups"]
     keys: list[Any] = [each for group in groups for each in group["params"]]
     if all(type(each) is str for each in keys):

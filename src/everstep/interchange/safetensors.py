@@ -80,7 +80,7 @@ def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
 
 def read_file(path: Path) -> dict[str, Found]:
     """The tensors of a file, whose bytes are read later. Raises Corrupt, Unsupported, and what
-    nonsense comes to (sources.read_source)."""
+    nonsense comes to (tensors.reading)."""
     size = regular(path).stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
+from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import dcp, deepspeed, folders, safetensors, torch_files
 from everstep.interchange.draft import Draft
-from everstep.interchange.pickles import NONSENSE
+from everstep.interchange.tensors import reading
 from everstep.interchange.trees import Options, Saved, draft_of
 
 _TIMES_MAX, _SPARE_BYTES = 4, 64 << 20
@@ -19,7 +19,7 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
     KINDS, None: it is recognised. Raises Missing, Corrupt, Unsupported, Unavailable."""
     if not path.exists():
         raise Missing(f"importing {path}: there is nothing")
-    try:
+    with reading(path):
         chosen = kind or next((name for name, row in KINDS.items() if row.is_one(path)), None)
         if chosen is None:
             raise Unsupported(
@@ -27,11 +27,6 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
                 f"{', '.join(KINDS)}"
             )
         draft = draft_of(KINDS[chosen].read(path, options.part), path, chosen, options)
-    except OSError as error:
-        raise Unavailable(f"reading {path}: {error.strerror or error}") from error
-    except NONSENSE as error:
-        what = f"{type(error).__name__}: {error}"
-        raise Corrupt(f"reading {path}: it makes no sense: {what[:200]}") from error
     if not draft.tensors and not draft.objects:
         why = "; ".join(draft.left_out.values()) or "it is empty"
         raise Unsupported(f"importing {path}: there is nothing that can be taken: {why[:1000]}")

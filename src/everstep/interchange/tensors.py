@@ -6,6 +6,7 @@ its elements do not lie in order, for the tensor and what it is a view of.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -18,7 +19,7 @@ from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
-from everstep.state.objects import Foreign, Json
+from everstep.state.objects import Foreign, Json, as_stored
 
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
@@ -27,6 +28,16 @@ NAME = re.compile(r"[\w-][\w.-]{0,199}")
 """Of what lies in a folder, and nowhere else."""
 Blocks = Callable[[], Iterator[memoryview]]
 """Bytes, one block after another. What is equal has the same ones."""
+
+
+@contextmanager
+def reading(where: object) -> Iterator[None]:
+    """Raises Corrupt where what is read within makes no sense, Unavailable."""
+    try:
+        with as_stored(f"reading {where}"):
+            yield
+    except OSError as error:
+        raise Unavailable(f"reading {where}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,20 +55,16 @@ class Stretch:
 
     def __call__(self) -> Iterator[memoryview]:
         """They, one block after another. Raises Corrupt where the file is short, Unavailable."""
-        left = self.size
-        try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.offset)
-                count = _FIRST_BYTES  # whoever compares is often done after that
-                while left:
-                    block = file.read(min(count, left))
-                    count = BLOCK_BYTES
-                    if not block:
-                        raise Corrupt(f"reading {self.path}: it is cut short")
-                    left -= len(block)
-                    yield memoryview(block)
-        except OSError as error:
-            raise Unavailable(f"reading {self.path}: {error.strerror or error}") from error
+        left, count = self.size, _FIRST_BYTES  # whoever compares is often done after that
+        with reading(self.path), self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            while left:
+                block = file.read(min(count, left))
+                count = BLOCK_BYTES
+                if not block:
+                    raise Corrupt(f"reading {self.path}: it is cut short")
+                left -= len(block)
+                yield memoryview(block)
 
     def read(self) -> bytes:
         """All of them."""

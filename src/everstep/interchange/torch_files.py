@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch.serialization import _open_zipfile_writer
 
-from everstep.errors import Corrupt, Unavailable, Unsupported
+from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.pickles import STORAGES, read_pickle
-from everstep.interchange.tensors import Stretch, regular
+from everstep.interchange.tensors import Stretch, reading, regular
 from everstep.sharding.leaves import bytes_of, dtype_name
 
 Read = Callable[[Sequence[str]], Iterator[torch.Tensor]]
 PICKLE_BYTES_MAX = 1 << 28
 _DIRECTORY_BYTES_MAX = 1 << 26
 _LOCAL = struct.Struct("<4s5H3I2H")
-_BROKEN = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, LookupError)
 
 
 def is_archive(path: Path) -> bool:
@@ -51,20 +50,20 @@ def load(path: Path) -> Any:
 
 def load_piece(lies: Stretch, where: object) -> Any:
     """Likewise, of one that is a stretch of a file."""
-    try:
-        records = _records(lies, where)
-    except OSError as error:
-        raise Unavailable(f"reading {lies.path}: {error.strerror or error}") from error
-    except _BROKEN as error:
-        if lies.size > 8 and lies.part(8, 1).read() == b"{":
-            raise Unsupported(
-                f"reading {where}: it is safetensors. DCP has to save as TORCH_SAVE, its default"
-            ) from error
-        raise Corrupt(f"reading {where}: it is no whole zip: {error}") from error
-    data = records["data.pkl"]
-    if data.size > PICKLE_BYTES_MAX:
-        raise Unsupported(f"reading {where}: its pickle has {data.size} bytes")
-    return read_pickle(data.read(), where, records)
+    with reading(where):
+        try:
+            records = _records(lies, where)
+        except zipfile.BadZipFile as error:
+            if lies.size > 8 and lies.part(8, 1).read() == b"{":
+                raise Unsupported(
+                    f"reading {where}: it is safetensors. DCP has to save as TORCH_SAVE, its "
+                    f"default"
+                ) from error
+            raise Corrupt(f"reading {where}: it is no whole zip: {error}") from error
+        data = records["data.pkl"]
+        if data.size > PICKLE_BYTES_MAX:
+            raise Unsupported(f"reading {where}: its pickle has {data.size} bytes")
+        return read_pickle(data.read(), where, records)
 
 
 def _records(lies: Stretch, where: object) -> dict[str, Stretch]:

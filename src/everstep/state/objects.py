@@ -121,9 +121,8 @@ def as_stored(doing: str) -> Iterator[None]:
     except PASSING:
         raise
     except _NONSENSE as error:
-        raise Corrupt(
-            f"{doing}: its documents are whole, but not what such a thing is stored as: {error!r}"
-        ) from error
+        text = f"{type(error).__name__}: {error}"
+        raise Corrupt(f"{doing}: it is not what such a thing is stored as ({text:.200})") from error
 
 
 def plain_json(value: Any, path: str) -> Json:
