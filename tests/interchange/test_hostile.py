@@ -326,9 +326,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, name, make):
 
 
 def nested(count):
-    """Lists that are twice in each other: 2 to the power of count, in some bytes."""
+    """Tuples that are twice in each other: 2 to the power of count, in some bytes."""
     return b"\x80\x02]q\x00" + b"".join(
-        b"(h" + bytes([n]) + b"h" + bytes([n]) + b"lq" + bytes([n + 1]) for n in range(count)
+        b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(count)
     )
 
 
@@ -351,6 +351,24 @@ PICKLES = {
     b"q\x01" + b"h\x01h\x00\x85R" * 20_000 + b".",
     "a set of a range": b"\x80\x02cbuiltins\nset\n" + RANGE + b"\x85R.",
     "a shape of a range": b"\x80\x02ctorch\nSize\n" + RANGE + b"\x85R.",
+    "copies in a list": b"\x80\x02]X\x00\x00\x10\x00" + b"a" * (1 << 20) + b"q\x00a"
+    b"c_codecs\nencode\nq\x01a(" + b"h\x01h\x00\x85R" * 20_000 + b"e.",
+    "a storage a thousandfold": b"\x80\x02(" + nested(60)[2:] + b"NNNNtQ.",
+    "a key a thousandfold": b"\x80\x02(X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+    + nested(60)[2:]
+    + b"NK\x01tQ.",
+    "states of states": b"\x80\x02" + b"ca\nb\n" * 50_000 + b"b" * 49_999 + b".",
+    "a state of its own": b"\x80\x02ca\nb\nq\x00h\x00b.",
+    "a state for a list": b"\x80\x02]}X\x06\x00\x00\x00extendK\x01sb.",
+    "attributes for a text": b"\x80\x02X\x01\x00\x00\x00aN}X\x01\x00\x00\x00aK\x01s\x86b.",
+    "a list that is called": b"\x80\x02])R.",
+    "a device that is called": b"\x80\x02ctorch\ndevice\nX\x03\x00\x00\x00cpu\x85R)R.",
+    "a call of a call": b"\x80\x02cos\nsystem\n)R)R.",
+    "an item in itself": b"\x80\x02ccollections\ndeque\n)Rq\x00h\x00a.",
+    "entries without values": b"\x80\x02}(K\x01K\x02K\x03u.",
+    "a frame of 2**62": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
+    "a bytearray of 2**62": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"abc.",
+    "a memo of 2**32": b"\x80\x02Nr\xff\xff\xff\xff.",
     "no device": b"\x80\x02ctorch\ndevice\nX\x01\x00\x00\x00a\x85R.",
 }
 
@@ -376,7 +394,7 @@ def test_metadata_whose_places_are_nested_deeply(tmp_path, bounded, place):
     said = {"state_dict_metadata": b"}", "storage_data": b"}" + index + b"Ns"}
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x02" + made("Metadata", said) + b".")
-    with pytest.raises(Corrupt):
+    with pytest.raises(TOLD):
         imported(tmp_path / "dcp", tmp_path / "store")
 
 
