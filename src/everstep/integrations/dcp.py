@@ -250,36 +250,32 @@ class StorageWriter(_Storage, WriterOfDCP):
         check_no_writer(self.store, what, living(disk))
         commit.open_store(disk)
         before = catalog.committed(disk)
-        self._parent, step = self._next(disk)
-        self._check_newest(disk, step)
+        self._parent = next(catalog.newest_first(disk), None)
+        step = self._step_after(disk, self._parent)
         epoch = commit.claim_epoch(disk, self._parent, self._id)
         if ended := set(catalog.committed(disk)).difference(before):
             # Another save has ended meanwhile, and would be left behind. From here on none can.
             self._parent, self._id = max(ended), secrets.token_hex(16)
-            step = self._parent.step + 1 if self._step is None else step
             epoch = commit.claim_epoch(disk, self._parent, self._id)
-            self._check_newest(disk, step)
+            step = self._step_after(disk, self._parent)
         commit.check_epoch(disk, epoch, step)
         self._name = CheckpointName(step, epoch)
         return self._name
 
-    def _check_newest(self, disk: Tier, step: int) -> None:
-        if self._parent and step <= self._parent.step:
-            raise Conflict(
-                f"saving to {disk.root} with torch.distributed.checkpoint: step {step} is not "
-                f"above its newest one, {self._parent.step}. Save a later step, or to another "
-                f"store; to go back for good, delete what is later first "
-                f"(everstep rm {disk.root} {self._parent})"
-            )
-
-    def _next(self, disk: Tier) -> tuple[CheckpointName | None, int]:
-        """The newest checkpoint, and the step to be saved. Raises ValueError."""
-        newest = next(catalog.newest_first(disk), None)
+    def _step_after(self, disk: Tier, newest: CheckpointName | None) -> int:
+        """The step to be saved, after the newest one. Raises Conflict, ValueError."""
         if self._step is None:
-            return newest, newest.step + 1 if newest else 1
+            return newest.step + 1 if newest else 1
         if not str(self._step).isdecimal():
             raise ValueError(f"a save needs a step, from 0 on, not {self._step!r}")
-        return newest, int(self._step)
+        if newest and int(self._step) <= newest.step:
+            raise Conflict(
+                f"saving to {disk.root} with torch.distributed.checkpoint: step {self._step} is "
+                f"not above its newest one, {newest.step}. Save a later step, or to another store; "
+                f"to go back for good, delete what is later first (everstep rm {disk.root} "
+                f"{newest})"
+            )
+        return int(self._step)
 
     def _name_of(self, plan: SavePlan) -> CheckpointName:
         """What this rank writes for. A planner that caches plans gives one of an earlier save: then
@@ -290,7 +286,8 @@ class StorageWriter(_Storage, WriterOfDCP):
             case (self._token, CheckpointName() as name):
                 return name
         disk = tier_at(self.store)
-        return CheckpointName(self._next(disk)[1], catalog.newest_epoch(disk))
+        step = self._step_after(disk, next(catalog.newest_first(disk), None))
+        return CheckpointName(step, catalog.newest_epoch(disk))
 
     def _manifest(
         self, disk: Tier, name: CheckpointName, metadata: Metadata, written: Sequence[_Written]

@@ -3,12 +3,12 @@
 import json
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -103,21 +103,19 @@ def _new_folder(target: Path) -> Iterator[Path]:
     after an error. Raises Conflict where there is something, Unavailable."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Conflict(f"exporting to {target}: there is something. Name another place")
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        draft.mkdir()
-        yield draft
-        for folder, _, files in os.walk(draft):
-            for file in files:
-                _sync(Path(folder, file))
-            _sync(Path(folder))
-        os.rename(draft, target)
+        with TemporaryDirectory(".tmp", f".{target.name}.", target.parent) as made:
+            draft = Path(made, target.name)
+            draft.mkdir()
+            yield draft
+            for folder, _, files in os.walk(draft):
+                for each in (*files, "."):
+                    _sync(Path(folder, each))
+            os.rename(draft, target)
         _sync(target.parent)
     except OSError as error:
         raise Unavailable(f"exporting to {target}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:
