@@ -127,7 +127,7 @@ def test_a_universal_folder(gang, store, tmp_path, capsys, stage):
     program = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
     subprocess.run([*program, *map(str, words), *options], check=True, capture_output=True)
     said = run_json(capsys, "import", tmp_path / "ucp", store)
-    assert (said["step"], said["from"], said["left_out"]) == (STEPS, "ucp", {})
+    assert (said["step"], said["from"], said["left_out"]) == (STEPS, "deepspeed", {})
     (_, mine), *_ = gang.run(goes_on, store, kind, size=2, timeout=COMPILES_S)
     gang.kill()
     assert mine == losses

@@ -213,7 +213,7 @@ def read_folder(folder: Path, part: str) -> Saved:
         groups = rows.read_partitions(tag, said)
     tree: dict[str, Any] = {part: rows.weights(states)}
     tree |= {"optimizer": rows.optimizer(groups), "engine": _engine(states[0], said[0])}
-    return Saved(tree, step, kind="ucp" if universal in files else None)
+    return Saved(tree, step)
 
 
 def _files(tag: Path) -> list[Path]:

@@ -26,15 +26,11 @@ RNG, _GENERATORS = "rng", ("python", "numpy", "torch", "cuda")
 class Options:
     """`part`: what a model is called that has no name in the source. `orders`: in which the
     parameters of an optimizer may be, where the source has numbers (None: as Saved says). `only`:
-    of the parts these."""
+    of the parts these (none: all)."""
 
     part: str = "model"
     orders: Sequence[Sequence[str]] | None = None
     only: Sequence[str] = ()
-
-    def wants(self, part: str) -> bool:
-        """Whether that one is to be taken."""
-        return not self.only or is_in(part, self.only)
 
 
 class ByRank(tuple[Any, ...]):
@@ -44,19 +40,17 @@ class ByRank(tuple[Any, ...]):
 class Saved(NamedTuple):
     """What another library has saved, as state dicts in which each tensor is a `Found`: a dict of
     several things, or a model's. `step`: as it says; `orders`: in which the parameters of an
-    optimizer may be (None: as weights are, or by how people group); `kind`: what it is more exactly
-    than asked for."""
+    optimizer may be (None: as weights are, or by how people group)."""
 
     tree: Any
     step: int | None = None
     orders: Sequence[Sequence[str]] | None = None
-    kind: str | None = None
 
 
 def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
     """A draft with the parts of that. Raises Missing, Corrupt, Unsupported."""
     step = saved.step if type(saved.step) is int else None
-    draft = Draft(where, saved.kind or kind, step)
+    draft = Draft(where, kind, step)
     orders = saved.orders if options.orders is None else options.orders
     if not isinstance(saved.tree, dict) or not all(type(key) is str for key in saved.tree):
         raise Unsupported(
@@ -64,9 +58,10 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
         )
     tree = _with_model(_opened(saved.tree), options.part)
     parts = {name: _unflattened(each) for name, each in _parts(tree)}
-    chosen = {name: each for name, each in parts.items() if options.wants(name)}
-    if options.only and not chosen:
-        raise Missing(f"importing {where}: it has no {options.only}, but {[*parts]}")
+    only = options.only
+    chosen = {name: each for name, each in parts.items() if not only or is_in(name, only)}
+    if only and not chosen:
+        raise Missing(f"importing {where}: it has no {only}, but {[*parts]}")
     models = [name for name, each in chosen.items() if _is_weights(each)]
     for name in models:
         own = _bare(chosen[name])
