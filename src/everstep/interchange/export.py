@@ -36,7 +36,7 @@ log = logging.getLogger("everstep")
 SHARD_BYTES = 5_000_000_000
 """As transformers has it."""
 
-_CONFIG = "config.json"
+_CONFIG, _FILE = "config.json", "checkpoint.pt"
 _BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model"]
 _BESIDE += ["special_tokens_map.json", "added_tokens.json", "chat_template*"]
 _BESIDE += ["preprocessor_config.json", "processor_config.json"]
@@ -267,26 +267,11 @@ def _to_shards(export: Export, chosen: Mapping[str, str]) -> None:
         path.write_text(f"{json.dumps(said, indent=2)}\n")
 
 
-def to_dcp(export: Export) -> None:
-    """All parts, as get_state_dict() has them."""
-    write_dcp(export.folder, export.tree(by_name=True), export.tensors)
-
-
-def to_torch(export: Export) -> None:
-    """All parts, as state_dict() of each returned them."""
-    write_torch(export.folder / "checkpoint.pt", export.tree(by_name=False), export.tensors)
-
-
-def to_ucp(export: Export) -> None:
-    """A model, its optimizer, and what the engine counts."""
-    write_universal(export.folder, export.whole, export.tree(by_name=True), export.tensors)
-
-
 FORMATS: dict[str, tuple[Callable[[Export], None], Container[str]]] = {
-    "dcp": (to_dcp, {"dtype"}),
+    "dcp": (lambda e: write_dcp(e.folder, e.tree(by_name=True), e.tensors), {"dtype"}),
     "hf": (to_hf, _SAID),
     "safetensors": (to_safetensors, {"part", "dtype", "shard_bytes"}),
-    "torch": (to_torch, {"dtype"}),
-    "ucp": (to_ucp, ()),
+    "torch": (lambda e: write_torch(e.folder / _FILE, e.tree(by_name=False), e.tensors), {"dtype"}),
+    "ucp": (lambda e: write_universal(e.folder, e.whole, e.tree(by_name=True), e.tensors), ()),
 }
 """What each writes, and the options that it has a use for."""
