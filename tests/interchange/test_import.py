@@ -77,8 +77,9 @@ VALUES = {
 }
 
 
-def test_values_come_back_with_their_types(store, tmp_path):
-    torch.save({"own": VALUES, "step": 1}, tmp_path / "values.pt")
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+def test_values_come_back_with_their_types(store, tmp_path, protocol):
+    torch.save({"own": VALUES, "step": 1}, tmp_path / "values.pt", pickle_protocol=protocol)
     assert run("import", tmp_path / "values.pt", store) == 0
     live = {"own": torch.load(tmp_path / "values.pt", weights_only=False)["own"]}
     for name in ("tensors", "views"):

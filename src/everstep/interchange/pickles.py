@@ -129,6 +129,10 @@ class _Machine(_Unpickler):  # type: ignore[misc]
             raise ValueError(f"a storage of {count} items in {stretch.size} bytes")
         return Storage(stretch, dtype)
 
+    def push(self, value: Any) -> None:
+        """On the stack, whichever that is by now."""
+        self.stack.append(value)
+
     def make(self, count: int) -> None:
         """What a class is called with, by a tuple, and (count: 3) by names: so it is noted."""
         function, arguments, *named = self.stack[-count:]
@@ -145,7 +149,7 @@ class _Machine(_Unpickler):  # type: ignore[misc]
                 return type(value)(settle_all(value, depth + 1))
             if type(value) is not Inert:
                 return value
-            args = value.args and settle_all(value.args, depth + 1)
+            args = value.args and tuple(settle_all(value.args, depth + 1))
             # What is made may be a copy of a text or of bytes, at each call another one.
             self.spend(sum(len(a) for a in args or () if type(a) in _COPIED))
             state, *items = settle_all((value.state, *value.items), depth + 1)
@@ -174,10 +178,10 @@ def _key(value: Any) -> Any:
 _OWN: dict[str, Callable[[_Machine], Any]] = {
     **dict.fromkeys(("REDUCE", "NEWOBJ"), lambda m: m.make(2)),
     "NEWOBJ_EX": lambda m: m.make(3),
-    "EMPTY_DICT": lambda m: m.stack.append(Inert("builtins.dict", ())),
-    "EMPTY_SET": lambda m: m.stack.append(Inert("builtins.set", ())),
-    "FROZENSET": lambda m: m.stack.append(Inert("builtins.frozenset", (m.pop_mark(),))),
-    "BYTEARRAY8": lambda m: m.stack.append(bytearray(m.read(int.from_bytes(m.read(8), "little")))),
+    "EMPTY_DICT": lambda m: m.push(Inert("builtins.dict", ())),
+    "EMPTY_SET": lambda m: m.push(Inert("builtins.set", ())),
+    "FROZENSET": lambda m: m.push(Inert("builtins.frozenset", (m.pop_mark(),))),
+    "BYTEARRAY8": lambda m: m.push(bytearray(m.read(int.from_bytes(m.read(8), "little")))),
 }
 _SAFE = "PROTO FRAME STOP MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL "
 _SAFE += "BINPERSID BUILD NONE NEWTRUE NEWFALSE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
