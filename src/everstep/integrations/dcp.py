@@ -309,7 +309,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             "version": CURRENT_DCP_VERSION,
             "save_id": self.save_id,
         }
-        objects[PLANNER] = encode(said, PLANNER, _no_tensors)
+        objects[PLANNER] = encode(said, PLANNER, _no_tensor)
         return Manifest(
             step=name.step,
             epoch=name.epoch,
@@ -408,8 +408,8 @@ def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
         ) from error
 
 
-def _no_tensors(name: str, tensor: torch.Tensor) -> str:
-    raise Unsupported(f"saving {name!r}: what a planner says cannot have tensors in it")
+def _no_tensor(name: str, at: object) -> Any:
+    raise Unsupported(f"{name!r}: what a planner says cannot have tensors in it")
 
 
 def _write(disk: Tier, name: CheckpointName, leaves: Mapping[str, Leaf]) -> tuple[Part, bytes]:
@@ -609,10 +609,6 @@ def _done(value: Any) -> Future[Any]:
     found: Future[Any] = Future()
     found.set_result(value)
     return found
-
-
-def _no_tensor(name: str, device: str) -> torch.Tensor:
-    raise Corrupt(f"reading what the planner had said: it has a tensor, {name!r}, on {device}")
 
 
 def _pickled(value: Any) -> io.BytesIO:

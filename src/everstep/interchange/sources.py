@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.interchange import dcp, deepspeed, folders, safetensors, torch_files
@@ -20,13 +19,14 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
     if not path.exists():
         raise Missing(f"importing {path}: there is nothing")
     with reading(path):
-        chosen = kind or next((name for name, row in KINDS.items() if row.is_one(path)), None)
+        chosen = kind or next((name for name, (is_one, _) in KINDS.items() if is_one(path)), None)
         if chosen is None:
             raise Unsupported(
                 f"importing {path}: nobody here knows what it is. Say it by --from, one of "
                 f"{', '.join(KINDS)}"
             )
-        draft = draft_of(KINDS[chosen].read(path, options.part), path, chosen, options)
+        _, read = KINDS[chosen]
+        draft = draft_of(read(path, options.part), path, chosen, options)
     if not draft.tensors and not draft.objects:
         why = "; ".join(draft.left_out.values()) or "it is empty"
         raise Unsupported(f"importing {path}: there is nothing that can be taken: {why[:1000]}")
@@ -42,32 +42,24 @@ def _check_size(draft: Draft, path: Path) -> None:
         raise Unsupported(f"importing {path}: {there} bytes, which say that they are {draft.size}")
 
 
-class Kind(NamedTuple):
-    """How it is recognised, and read; what a model is called that has no name is told."""
-
-    is_one: Callable[[Path], bool]
-    read: Callable[[Path, str], Saved]
-
-
-KINDS: dict[str, Kind] = {
-    "dcp": Kind(dcp.is_any, lambda path, part: Saved(dcp.read_tree(path))),
-    "trainer": Kind(folders.is_trainer, folders.read_trainer),
-    "accelerate": Kind(folders.is_accelerate, folders.read_accelerate),
-    "deepspeed": Kind(lambda path: deepspeed.tag_of(path) is not None, deepspeed.read_folder),
-    "hf": Kind(safetensors.is_any, lambda path, part: Saved(safetensors.read_weights(path))),
-    "lightning": Kind(folders.is_lightning, folders.read_lightning),
-    "torch": Kind(torch_files.is_archive, lambda path, part: Saved(torch_files.load(path))),
+KINDS: dict[str, tuple[Callable[[Path], bool], Callable[[Path, str], Saved]]] = {
+    "dcp": (dcp.is_any, lambda path, part: Saved(dcp.read_tree(path))),
+    "trainer": (folders.is_trainer, folders.read_trainer),
+    "accelerate": (folders.is_accelerate, folders.read_accelerate),
+    "deepspeed": (lambda path: deepspeed.tag_of(path) is not None, deepspeed.read_folder),
+    "hf": (safetensors.is_any, lambda path, part: Saved(safetensors.read_weights(path))),
+    "lightning": (folders.is_lightning, folders.read_lightning),
+    "torch": (torch_files.is_archive, lambda path, part: Saved(torch_files.load(path))),
 }
-"""By what is recognised first."""
+"""How each is recognised, by what is recognised first, and read; what a model is called that has no
+name is told."""
 
 
 def read_names(path: Path) -> list[list[str]]:
     """Orders that a user has written down: a JSON list of names, or one of lists, each of which is
-    a group or an optimizer. Raises Corrupt."""
-    try:
+    a group or an optimizer. Raises Corrupt, Unavailable."""
+    with reading(path):
         said = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise Corrupt(f"reading {path}: it is no JSON: {error}") from error
     rows = said if isinstance(said, list) else [None]
     names = [name for row in rows for name in (row if isinstance(row, list) else [row])]
     if not all(type(name) is str for name in names):
