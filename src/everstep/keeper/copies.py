@@ -53,7 +53,7 @@ class Copies(ABC):
         self.conflict: Conflict | None = None
         """Another writer has taken the tier over: nothing more of this run's counts."""
         self._told: deque[wire.Message] = deque(maxlen=_TOLD_MAX)
-        self._place, self._tell = place, tell
+        self._tell = tell
         self._waiting: set[CheckpointName] = set()
         self._changed = threading.Condition()
         self._had_newest = self._is_busy = False
@@ -136,8 +136,8 @@ class Copies(ABC):
             except _Closed:
                 return
             except Exception as error:
-                log.exception("copying to %s", self._place)
-                self._end(Unavailable(f"copying to {self._place}: {error!r}"))
+                log.exception("copying to %s", self.traffic.place)
+                self._end(Unavailable(f"copying to {self.traffic.place}: {error!r}"))
                 return
 
     def _next(self) -> CheckpointName | None:
@@ -156,8 +156,8 @@ class Copies(ABC):
             self._had_newest = name == max(self._waiting)
         for each in dropped:
             text = (
-                f"step {each.step} was given up: {self._place} takes fewer bytes than come, and "
-                f"newer steps wait. Save less often, or say remote_every= for fewer"
+                f"step {each.step} was given up: {self.traffic.place} takes fewer bytes than come, "
+                f"and newer steps wait. Save less often, or say remote_every= for fewer"
             )
             self._give_up(each, Unavailable(text))
         return name
@@ -190,7 +190,7 @@ class Copies(ABC):
             self._waiting.discard(name)
         self.traffic.given_up += 1
         level = logging.INFO if self.traffic.problem else logging.WARNING  # that has been told
-        log.log(level, "copying step %s to %s: %s", name.step, self._place, error)
+        log.log(level, "copying step %s to %s: %s", name.step, self.traffic.place, error)
         self._say(name, error)
 
     def _say(self, name: CheckpointName, error: EverstepError | None = None) -> None:
@@ -212,7 +212,7 @@ class Copies(ABC):
     def _note_problem(self, error: EverstepError) -> None:
         is_new, self.traffic.problem = self.traffic.problem is None, str(error)
         if is_new:
-            log.warning("%s. What is due in %s waits", error, self._place)
+            log.warning("%s. What is due in %s waits", error, self.traffic.place)
             self._tell({"type": "tier", "traffic": self.status()})
 
     def _look_up(self, done: int, total: int) -> None:
@@ -285,11 +285,7 @@ class RemoteCopies(Copies):
 
     def _tags(self) -> dict[str, CheckpointName]:
         """Those that can be read: who looks at the store is told of the others."""
-        found = {}
-        for tag in catalog.tags(self.copier.source):
-            with contextlib.suppress(Missing, Corrupt):
-                found[tag] = catalog.read_tag(self.copier.source, tag)
-        return found
+        return catalog.read_tags(self.copier.source, are_all_needed=False)
 
     def _left(self) -> set[CheckpointName]:
         """What is due and not there: of a run that goes on, the newest of it."""

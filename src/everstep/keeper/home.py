@@ -120,7 +120,7 @@ def status_of(store: str | os.PathLike[str]) -> wire.Message | None:
             received = wire.receive(connection)
     except OSError:
         return None
-    return received[0] if received else {}
+    return received[0] if received else None
 
 
 def check_no_writer(store: str | os.PathLike[str], what: str, claims: Sequence[str] = ()) -> None:

@@ -193,8 +193,8 @@ class Keeper:
         del self._strangers[connection]
         self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
         self._last_use = time.monotonic()
-        if remote := session.team.writer.remote:
-            for message in remote.news():
+        for copies in (session.team.writer.remote, session.team.replica):
+            for message in copies.news() if copies else ():
                 session.tell(message)
 
     def _begin(self, pid: int, hello: wire.Message) -> Session:

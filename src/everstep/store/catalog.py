@@ -304,11 +304,12 @@ def read_tag(disk: Readable, tag: str) -> CheckpointName:
     return CheckpointName(value["step"], value["epoch"])
 
 
-def read_tags(disk: Readable) -> dict[str, CheckpointName]:
-    """Each tag and the checkpoint that it names."""
+def read_tags(disk: Readable, *, are_all_needed: bool = True) -> dict[str, CheckpointName]:
+    """Each tag and the checkpoint that it names. Raises Corrupt, unless the others will do."""
     found: dict[str, CheckpointName] = {}
+    ignored = (Missing,) if are_all_needed else (Missing, Corrupt)
     for tag in tags(disk):
-        with contextlib.suppress(Missing):  # deleted meanwhile
+        with contextlib.suppress(*ignored):  # deleted meanwhile
             found[tag] = read_tag(disk, tag)
     return found
 

@@ -213,8 +213,7 @@ class Nodes:
             ),
         )
         if self._place.own_store:
-            path = names.epoch_path(number)
-            self._disk.create(path, self.first.read(path))
+            commit.learn_epochs(self._disk, self.first)
         return number
 
     def _await_parts(self, name: CheckpointName, attempt: str) -> list[Told]:
