@@ -86,8 +86,8 @@ class Keeper:
         self._selector.register(
             self._alarm, selectors.EVENT_READ, lambda: os.eventfd_read(self._alarm)
         )
-        self._copies: tuple[object, RemoteCopies] | None = None
-        """To the remote tier, and how they were asked for."""
+        self._copies: dict[object, RemoteCopies] = {}
+        """Those to the remote tier, by how they were asked for: one at most."""
         self._live: LiveReplica | None = None
         self._leaving = False
         self._looked_home = self._told = time.monotonic()
@@ -111,11 +111,11 @@ class Keeper:
             self._tell_progress()
             is_needed = self._is_needed
             self._presence.show(is_needed)
-            if self._copies:
-                self._copies[1].show(is_needed)
+            for copies in self._copies.values():
+                copies.show(is_needed)
             self._look_after_home()
-        if self._copies:
-            self._copies[1].close(_LEAVE_S)
+        for copies in self._copies.values():
+            copies.close(_LEAVE_S)
         if self._live:
             self._live.close()
         self._presence.end(_LEAVE_S)
@@ -129,7 +129,7 @@ class Keeper:
         if self._is_needed:
             self._last_use = time.monotonic()
             return False
-        if self._copies and self._copies[1].is_awaited:
+        if any(copies.is_awaited for copies in self._copies.values()):
             return self._leaving
         # What another node has lost may be here alone, till somebody has saved again.
         is_awaited = self._sessions or self._memory.used_bytes
@@ -183,8 +183,7 @@ class Keeper:
             wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
             raise ValueError(f"protocol {hello['protocol']!r}")
         self._serve_others(hello.get("serve"))
-        token = hello.get("token")
-        known = (s for s in self._sessions if token and (s.pid, s.token) == (pid, token))
+        known = (s for s in self._sessions if (s.pid, s.token) == (pid, hello["token"]))
         session = next(known, None) or self._begin(pid, hello)
         self._unplug(session)
         address = self._service and self._service.address
@@ -216,7 +215,7 @@ class Keeper:
         teams = {session.team for session in self._sessions if not session.team.is_empty}
         tiers = [team.status() for team in teams]
         tiers += [team.replica.status() for team in teams if team.replica]
-        tiers += [self._copies[1].status()] if self._copies else []
+        tiers += [copies.status() for copies in self._copies.values()]
         sessions = [session.status() for session in self._sessions]
         said = {"type": "status", "pid": os.getpid(), "bytes_written": self._disk.written}
         return said | {"trainers": sessions, "tiers": tiers}
@@ -258,17 +257,16 @@ class Keeper:
         remote = asked.get("remote")
         if remote is None:
             return None
-        every, keep = wire.number(asked["remote_every"]), hello["keep"]
+        every = wire.number(asked["remote_every"])
+        keep = retain.Keep(**hello["keep"]) if hello["keep"] else None
         key = str(remote), every, keep, place.commits
-        if self._copies and self._copies[0] != key:
-            self._copies[1].close()
-            self._copies = None
-        if self._copies is None:
+        if key not in self._copies:
             tier = tier_at(str(remote), patience_s=TIER_PATIENCE_S)
-            own = retain.Keep(**keep) if keep else None
-            made = RemoteCopies(self._disk, tier, every, own, self._tell_all, not place.commits)
-            self._copies = key, made
-        return self._copies[1]
+            for copies in self._copies.values():
+                copies.close()
+            made = RemoteCopies(self._disk, tier, every, keep, self._tell_all, not place.commits)
+            self._copies = {key: made}
+        return self._copies[key]
 
     def _tell_all(self, message: wire.Message) -> None:
         """Any thread."""
@@ -402,10 +400,7 @@ class Keeper:
     def _lose(self, session: Session) -> None:
         """The socket was closed, or must be."""
         self._unplug(session)
-        if session.token is None:
-            session.abandon()
-        else:
-            session.lose()
+        session.lose()
 
     def _bury(self, session: Session) -> None:
         """The trainer's process has died; what it said last is heard first."""

@@ -18,8 +18,8 @@ class Memory(Objects):
     copy needs: see Disk for what methods promise; here, durable means as long as this process
     lives."""
 
-    def __init__(self, budget_bytes: int, name: str = "here") -> None:
-        self.root = Url(f"memory://{name}")
+    def __init__(self, budget_bytes: int) -> None:
+        self.root = Url("memory://here")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._files: dict[str, bytearray] = {}
