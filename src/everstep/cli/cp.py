@@ -72,13 +72,12 @@ def _copy(
     it is damaged; and what is of a state that is."""
     copied, problems, cut_off = Copied(), dict[str, str](), list[str]()
     copier, chains, own = Copier(source, target, progress=progress), Chains(source), tags_of(source)
-    lost: set[CheckpointName] = set()
+    lost, there = set[CheckpointName](), catalog.read_tags(target)
     for name in chosen:
         base, _ = chains.origin(name) or (name, 0)
         if base in lost:
             cut_off.append(str(name))
             continue
-        there = catalog.read_tags(target)
         try:
             new = copier.copy(name, [tag for tag in own.get(name, []) if tag not in there])
         except (Corrupt, Missing) as error:

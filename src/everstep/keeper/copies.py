@@ -133,8 +133,6 @@ class Copies(ABC):
                 self._note_problem(error)
                 self._is_closed.wait(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
-            except _Closed:
-                return
             except Exception as error:
                 log.exception("copying to %s", self.traffic.place)
                 self._end(Unavailable(f"copying to {self.traffic.place}: {error!r}"))
@@ -166,7 +164,7 @@ class Copies(ABC):
         began = time.monotonic()
         try:
             found, size = self._copy(name)
-        except (Conflict, Unavailable, Unsupported, _Closed):
+        except (Conflict, Unavailable, Unsupported):
             raise
         except EverstepError as error:  # deleted meanwhile, or damaged
             self._give_up(name, error)
@@ -211,7 +209,7 @@ class Copies(ABC):
 
     def _note_problem(self, error: EverstepError) -> None:
         is_new, self.traffic.problem = self.traffic.problem is None, str(error)
-        if is_new:
+        if is_new and not self._is_closed.is_set():
             log.warning("%s. What is due in %s waits", error, self.traffic.place)
             self._tell({"type": "tier", "traffic": self.status()})
 
@@ -219,7 +217,7 @@ class Copies(ABC):
         del done, total
         self._moved = time.monotonic()
         if self._is_closed.is_set():
-            raise _Closed
+            raise Unavailable(f"copying to {self.traffic.place}: nobody needs it any more")
 
 
 class RemoteCopies(Copies):
@@ -337,17 +335,11 @@ class Replica(Copies):
         self._restored: CheckpointName | None = None
         self.begin()
 
-    def note(self, name: CheckpointName) -> None:
-        """See Copies."""
-        with self._changed:  # which goes back to that, or needs it no more
-            self._waiting -= {self._restored}
-        super().note(name)
-
     def restored(self, name: CheckpointName) -> None:
         """The run goes on from there. A node that was lost has nothing of it by then, and of the
         others' nobody holds what that one did: both are as before after this. Does not block."""
         self._restored = name
-        super().note(name)
+        self.note(name)
 
     def _copy(self, name: CheckpointName) -> tuple[Sequence[CheckpointName], int]:
         if self._own and name == self._restored:
@@ -355,7 +347,3 @@ class Replica(Copies):
         said = self._partner.hold(str(name), self._look_up)
         new = map(names.parse_checkpoint, said["checkpoints"])
         return [name, *(each for each in new if each)], said["bytes"]
-
-
-class _Closed(Exception):
-    """Nobody needs the copy any more."""
