@@ -54,24 +54,20 @@ class Router:
         beside.epoch, beside.parent, beside.run = writer.epoch, writer.parent, writer.run
         try:
             self._copies.copier.lead(writer.disk)
+            [(_, outcome)] = persist(beside, [save], announce_written)
         except Conflict as error:
             return error
         except EverstepError as error:
-            self._note_away(error)
-            return None
-        [(_, outcome)] = persist(beside, [save], announce_written)
+            outcome = Unavailable(str(error))
         if type(outcome) is Unavailable:
-            self._note_away(outcome)
+            log.warning("%s. The store takes what comes in the next %.0f s", outcome, AWAY_S)
+            self._away_until = time.monotonic() + AWAY_S
             return None
         if isinstance(outcome, Outcome):
             writer.parent, writer.parent_digest = outcome.name, None  # no record goes on from it
             self._copies.tidy()
             return replace(outcome, is_routed=True)
         return outcome
-
-    def _note_away(self, error: EverstepError) -> None:
-        log.warning("%s. The store takes what comes in the next %.0f s", error, AWAY_S)
-        self._away_until = time.monotonic() + AWAY_S
 
     def _place_of(self, save: NodeSave) -> Name:
         said = save.describe()

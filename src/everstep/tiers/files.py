@@ -77,14 +77,6 @@ class NewFile:
                 system.unlink(name)
             self._fd = system.open(name, _CREATE)
 
-    def allocate(self, size: int) -> None:
-        """Reserve so many bytes, where the file system does that. Raises OSError."""
-        try:
-            self._system.allocate(self._fd, size)
-        except OSError as error:
-            if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
-                raise
-
     def write(self, view: memoryview, offset: int) -> None:
         """Write all of `view`. Raises OSError."""
         try:
@@ -102,7 +94,11 @@ class NewFile:
         others, too. Raises OSError, and what that raises."""
         if not all(map(is_aligned, data)):  # beforehand: the two ways must not meet in a page
             self._leave_direct()
-        self.allocate(sum(map(len, data)))
+        try:
+            self._system.allocate(self._fd, sum(map(len, data)))
+        except OSError as error:  # where the file system does not do that
+            if error.errno not in (*_NO_DIRECT, errno.ENOSYS):
+                raise
         writes: list[Future[None]] = []
         try:
             for extent, offset in extents_of(data):

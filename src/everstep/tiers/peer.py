@@ -220,7 +220,10 @@ class Peer(Objects):
             except (OSError, EOFError, ValueError) as error:
                 is_over = time.monotonic() - began >= self._away_s or not self._is_awaited()
                 if (is_new and is_over) or isinstance(error, (TimeoutError, ValueError)):
-                    raise self._lost(f"{op} {self.root / path}", error) from error
+                    is_late = isinstance(error, TimeoutError)
+                    reason = f"no answer for {self._patience_s:.0f} s" if is_late else error
+                    place = f"the partner at {self._address[:2]} is not there"
+                    raise Unavailable(f"{op} {self.root / path}: {place}: {reason}") from error
             if is_new:
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S_MAX)
@@ -242,8 +245,3 @@ class Peer(Objects):
             link.close()
             raise
         return link, True
-
-    def _lost(self, what: str, error: Exception) -> Unavailable:
-        is_late = isinstance(error, TimeoutError)
-        reason = f"no answer for {self._patience_s:.0f} s" if is_late else error
-        return Unavailable(f"{what}: the partner at {self._address[:2]} is not there: {reason}")
