@@ -209,14 +209,14 @@ class Claiming(Disk):
 def test_a_claim_that_is_made_meanwhile_is_no_other_writers(logged, target):
     source = Claiming(logged.root)
     copier = Copier(source, target)
-    copier.lead(source)
+    copier.lead()
     source.around = target
-    copier.lead(source)
+    copier.lead()
     assert catalog.claimed(source) == [1, 2, 3]
     assert 3 in catalog.claimed(target)
     commit.claim_epoch(target, CheckpointName(14, 3))
     with pytest.raises(Conflict, match="another writer has started epoch 4"):
-        copier.lead(source)
+        copier.lead()
 
 
 def test_what_is_taken_away_from_the_target_meanwhile_is_told(logged, target):

@@ -240,7 +240,7 @@ class RemoteCopies(Copies):
         self.copier = Copier(disk, tier, progress=self._look_up)
         """Of the store, or where each node has one of its own, of all that they have as one."""
         self.tier = tier
-        self._disk, self._watches = disk, watches
+        self._watches = watches
         self._every, self._keep = every, None if watches else keep
         self._cache: retain.NeedsCache = {}
         self._presence = Presence(tier)
@@ -300,7 +300,7 @@ class RemoteCopies(Copies):
             is_there = catalog.is_there(self.tier, name)
             self._is_closed.wait(0.0 if is_there else _WATCH_S)
             return [name] * is_there, 0
-        self.copier.lead(self._disk)
+        self.copier.lead()
         tags = [tag for tag, at in self._tags().items() if at == name]
         try:
             copied = self.copier.copy(name, tags)

@@ -53,7 +53,7 @@ class Router:
         writer, beside = self._writer, self._beside
         beside.epoch, beside.parent, beside.run = writer.epoch, writer.parent, writer.run
         try:
-            self._copies.copier.lead(writer.disk)
+            self._copies.copier.lead()
             [(_, outcome)] = persist(beside, [save], announce_written)
         except Conflict as error:
             return error

@@ -163,20 +163,20 @@ class Copier:
         self._is_open = are_shared
         """Whether there is a store to copy to, of this run or of one that begins with it."""
 
-    def lead(self, source: Readable) -> None:
-        """Let the target have the newest claim of this one, whose writer it is that copies there.
+    def lead(self) -> None:
+        """Let the target have the newest claim of the source, whose writer it is that copies there.
         Raises Conflict where another writer has gone on in the target: it was there first, or has
         the higher number; who writes its own claim before it looks for others' sees any that
         counts. Any thread."""
-        target = self._target
-        self._open(source)
+        source, target = self.source, self._target
+        self._open()
         theirs = set(catalog.claimed(target))  # before: a claim of its own may be made meanwhile
         self._epochs &= theirs
         mine = set(catalog.claimed(source))
         own, others = max(mine, default=0), theirs - mine
         if own in theirs or not others:
             if own not in self._epochs:
-                self._copy_epochs(source, own)
+                self._copy_epochs(own)
                 theirs = set(catalog.claimed(target))
             others = {number for number in theirs if number > own} - set(catalog.claimed(source))
         if others:
@@ -195,35 +195,35 @@ class Copier:
         another run, or has another checkpoint of that name; Unavailable, Unsupported.
         """
         if not self._is_open:
-            self._open(self.source)
+            self._open()
         self._copied, self._before, self._packs = Copied(), self._packs, set()
         self._tables.clear()
         steps = _to_copy(self.source, self._target, name, self._nodes or ())
         self._total, self._done = sum(step.size for step in steps), 0
-        self._copy_epochs(self.source, name.epoch)
+        self._copy_epochs(name.epoch)
         for step in steps:
             self._copy(step)
         for tag in tags:
             commit.set_tag(self._target, tag, name)
         return self._copied
 
-    def _open(self, source: Readable) -> None:
+    def _open(self) -> None:
         """Make the target's store, where there is none, of the same run. Raises as check_run."""
         try:
-            check_run(source, self._target)
+            check_run(self.source, self._target)
         except Missing:
-            self._target.create(names.STORE, source.read(names.STORE))
-            check_run(source, self._target)
+            self._target.create(names.STORE, self.source.read(names.STORE))
+            check_run(self.source, self._target)
         self._target.sync("")  # whoever made it may have died before that
         self._is_open = True
 
-    def _copy_epochs(self, source: Readable, newest: int) -> None:
+    def _copy_epochs(self, newest: int) -> None:
         """The claims by which the target knows the lineage of that epoch. One that is damaged or
         gone in the source stays so: the manifests tell of it."""
         if newest in self._epochs:
             return
         number: int | None = newest
-        epochs = catalog.read_epochs(source)
+        source, epochs = self.source, catalog.read_epochs(self.source)
         while number is not None and number in epochs:
             path, is_whole = names.epoch_path(number), epochs[number].created
             if is_whole and _find(self._target, path) != (document := source.read(path)):
