@@ -9,14 +9,7 @@ from keepers import Process, Trainer, crash, descriptors, ended, socket_of, unti
 from everstep import Store
 from everstep.keeper import wire
 
-HELLO = {
-    "type": "attach",
-    "id": -1,
-    "protocol": wire.PROTOCOL,
-    "token": "stranger",
-    "keep": None,
-    "epoch": None,
-}
+HELLO = {"type": "attach", "id": -1, "protocol": wire.PROTOCOL, "keep": None, "epoch": None}
 
 
 def _stranger(store, hello=None):

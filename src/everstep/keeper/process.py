@@ -183,7 +183,8 @@ class Keeper:
             wire.send(connection, {"type": "refused", "protocol": wire.PROTOCOL})
             raise ValueError(f"protocol {hello['protocol']!r}")
         self._serve_others(hello.get("serve"))
-        known = (s for s in self._sessions if (s.pid, s.token) == (pid, hello["token"]))
+        token = hello.get("token")
+        known = (s for s in self._sessions if token and (s.pid, s.token) == (pid, token))
         session = next(known, None) or self._begin(pid, hello)
         self._unplug(session)
         address = self._service and self._service.address
@@ -400,7 +401,10 @@ class Keeper:
     def _lose(self, session: Session) -> None:
         """The socket was closed, or must be."""
         self._unplug(session)
-        session.lose()
+        if session.token is None:
+            session.abandon()
+        else:
+            session.lose()
 
     def _bury(self, session: Session) -> None:
         """The trainer's process has died; what it said last is heard first."""

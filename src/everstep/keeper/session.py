@@ -49,7 +49,7 @@ class Session:
         """Of the trainer with that `pid`, whose connection comes by `resume`. Raises OSError where
         it is gone, and ValueError, KeyError or TypeError for a greeting that is none."""
         self.local = place.local
-        self.token = hello["token"]
+        self.token = hello.get("token")
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
         self.connection: socket.socket | None = None
