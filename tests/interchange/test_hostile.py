@@ -11,9 +11,11 @@ import resource
 import shutil
 import struct
 import zipfile
+from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from trained import Job
@@ -21,6 +23,7 @@ from trained import Job
 import stores
 from commands import run
 from everstep import Corrupt, EverstepError, Missing, Unsupported
+from everstep.interchange import torch_files
 from everstep.interchange.sources import read_source
 from everstep.interchange.trees import Options
 from everstep.interchange.write import write
@@ -369,6 +372,28 @@ PICKLES = {
     "a frame of 2**62": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
     "a bytearray of 2**62": b"\x80\x05\x96" + struct.pack("<Q", 1 << 62) + b"abc.",
     "a memo of 2**32": b"\x80\x02Nr\xff\xff\xff\xff.",
+    "names of texts": b"\x80\x04(X\x00\x00\x10\x00"
+    + b"a" * (1 << 20)
+    + b"q\x00"
+    + b"h\x00h\x00\x93" * 20_000
+    + b"t.",
+    "items of a text": b"\x80\x02(ctorch\nSize\nq\x01X\x00\x00\x20\x00"
+    + "\u0101".encode() * (1 << 20)
+    + b"q\x00"
+    + b"h\x01h\x00\x85R" * 150
+    + b"t.",
+    "a shape of long numbers": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n)R(K\x01(\x8a\xff"
+    + b"\x01" * 255
+    + b"q\x00"
+    + b"h\x00" * 500_000
+    + b"tcnumpy\ndtype\nX\x02\x00\x00\x00f4\x85R\x89X\x01\x00\x00\x00atb.",
+    "a deque a thousandfold": b"\x80\x04(X\x00\x00\x40\x00"
+    + b"a" * (4 << 20)
+    + b"(ccollections\ndeque\n)Rq\x00"
+    + b"h\x00" * 999
+    + b"tq\x01"
+    + b"h\x01" * 4000
+    + b"t.",
     "no device": b"\x80\x02ctorch\ndevice\nX\x01\x00\x00\x00a\x85R.",
 }
 
@@ -437,6 +462,34 @@ def test_tensors_that_lie(tmp_path, bounded, name):
 def test_a_tensor_that_does_not(tmp_path):
     path = archive(tmp_path / "a.pt", tensor((2,), (1,)), **{"data/0": bytes(8)})
     assert imported(path, tmp_path / "store").tensors["model.a"].shape == (2,)
+
+
+class Kind(Enum):
+    """Which nobody here knows."""
+
+    ONE = 1
+
+
+def test_keys_of_all_kinds(tmp_path):
+    """Of an optimizer, saved as it is, they are tensors."""
+    job = Job()
+    job.run(2)
+    keys = [((1, 2), 3), frozenset({"a"}), torch.device("cpu"), torch.Size([1]), np.int64(3)]
+    keys += [np.str_("b"), (1, (2, (3,)))]
+    saved = {"model": job.model.state_dict(), "optimizer": job.optimizer, "kinds": {Kind.ONE: 1}}
+    torch.save({**saved, "keys": dict.fromkeys(keys, 1), "sets": {*keys}}, tmp_path / "a.pt")
+    draft = imported(tmp_path / "a.pt", tmp_path / "store")
+    assert draft.left_out.keys() == {"optimizer", "kinds"}
+    assert "keys" in draft.objects
+    found = torch_files.load(tmp_path / "a.pt")
+    assert (found["keys"], found["sets"]) == (dict.fromkeys(keys, 1), {*keys})
+
+
+def test_arrays_of_what_is_not_known_are_left_out(tmp_path):
+    kinds = [np.array(["a"], np.dtypes.StringDType()), np.str_(""), np.rec.array([(1, 2.0)])]
+    saved = {f"{number}": each for number, each in enumerate(kinds)}
+    torch.save({"model": Job().model.state_dict(), **saved}, tmp_path / "a.pt")
+    assert imported(tmp_path / "a.pt", tmp_path / "store").left_out.keys() == saved.keys()
 
 
 def test_zips_that_are_none_of_torch(tmp_path, bounded):

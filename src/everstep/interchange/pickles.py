@@ -5,18 +5,18 @@
 A global is a name here, and never imported. What a few names make (containers, tensors) is made by
 functions of ours, when all is read; all else stays an `Inert`, which keeps what it was given.
 
-Hostile ones: memory stays within a budget that goes by the pickle's size; keys of dicts are plain,
-as hashing what is nested deeply takes the process's stack; cycles and what is shared a thousandfold
-are found when a value is settled.
+Hostile ones: memory stays within a budget that goes by the pickle's size; cycles, what is nested
+deeply and what is shared a thousandfold are found when a value is settled, before it is hashed.
 """
 
 import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from sys import getsizeof
 from typing import Any
 
 import numpy as np
@@ -25,17 +25,15 @@ from torch.storage import _dtype_to_storage_type_map
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.tensors import Storage, Stretch, view_of
+from everstep.interchange.tensors import Storage, Stretch, lengths, view_of
 from everstep.sharding.leaves import dtype_name
 from everstep.state.objects import Foreign, Json, encode
 
-_BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 4 << 30, 64
+_BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 5 << 30, 96
 _COSTS = {"EMPTY_SET": 400, "FROZENSET": 400, "EMPTY_DICT": 400, "EMPTY_LIST": 150, "REDUCE": 250}
 _COST = 100
 _DEPTH_MAX = 200
-_NODES_MAX = 1 << 20
-_COPIED = (str, bytes, bytearray)
-_PLAIN_KEYS = (str, bytes, int, float, bool, complex, type(None))
+_PLAIN = (str, bytes, int, float, bool, complex, type(None))
 _Unpickler: Any = pickle._Unpickler
 _RANGE = "builtins.range"
 """Is not made: it says in few bytes that a set, or a shape, has any number of items."""
@@ -91,7 +89,7 @@ def read_pickle(data: bytes, where: object, beside: Mapping[str, Stretch]) -> An
         value = machine.load()
     except (pickle.UnpicklingError, EOFError) as error:
         raise Corrupt(f"reading {where}: it is no whole pickle: {error}") from error
-    return machine.settled(value, max(_NODES_MAX, len(data)))
+    return machine.settled(value, 0)
 
 
 class _Machine(_Unpickler):  # type: ignore[misc]
@@ -113,7 +111,8 @@ class _Machine(_Unpickler):  # type: ignore[misc]
         raise Unsupported(f"reading {self._where}: a pickle of old, or of extensions")
 
     def find_class(self, module: str, name: str) -> Inert:
-        """A name."""
+        """A name: as long as two texts that are there already."""
+        self.spend(len(module) + len(name))
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         return Inert(f"{module}.{name}".replace("numpy._core.", "numpy.core.", 1))
 
@@ -140,39 +139,24 @@ class _Machine(_Unpickler):  # type: ignore[misc]
             raise TypeError(f"a call of a {type(function).__name__}")
         self.stack[-count:] = [Inert(function.kind, (*arguments, *named))]
 
-    def settled(self, value: Any, nodes: int) -> Any:
+    def settled(self, value: Any, depth: int) -> Any:
         """The same, made. Raises Unsupported for what is nested too deeply, or in itself, or says a
-        thing so often in few bytes that there are too many nodes."""
+        thing so often in few bytes that it takes too much memory."""
+        if depth > _DEPTH_MAX:
+            raise Unsupported(f"reading {self._where}: it is nested too deeply")
+        if type(value) in (list, tuple):
+            made = type(value)(self._all_settled(value, depth))
+        elif type(value) is Inert:
+            args = value.args and tuple(self._all_settled(value.args, depth))
+            state, *items = self._all_settled((value.state, *value.items), depth)
+            made = _made(Inert(value.kind, args, state, items))
+        else:
+            return value
+        self.spend(getsizeof(made))
+        return made
 
-        def settle(value: Any, depth: int) -> Any:
-            if type(value) in (list, tuple):
-                return type(value)(settle_all(value, depth + 1))
-            if type(value) is not Inert:
-                return value
-            args = value.args and tuple(settle_all(value.args, depth + 1))
-            # What is made may be a copy of a text or of bytes, at each call another one.
-            self.spend(sum(len(a) for a in args or () if type(a) in _COPIED))
-            state, *items = settle_all((value.state, *value.items), depth + 1)
-            return _made(Inert(value.kind, args, state, items))
-
-        def settle_all(values: Any, depth: int) -> list[Any]:
-            nonlocal nodes
-            nodes -= len(values)
-            if depth > _DEPTH_MAX or nodes < 0:
-                raise Unsupported(f"reading {self._where}: it is nested too deeply, or often")
-            return [v if type(v) in _PLAIN_KEYS else settle(v, depth) for v in values]
-
-        return settle(value, 0)
-
-
-def _key(value: Any) -> Any:
-    """Of a dict or a set: hashing what is nested deeply takes the process's stack."""
-    if type(value) is tuple:
-        if not all(type(each) in _PLAIN_KEYS for each in value):
-            raise TypeError("a key that is nested")
-    elif type(value) not in (*_PLAIN_KEYS, Inert, torch.dtype):
-        raise TypeError(f"a key that is a {type(value).__name__}")
-    return value
+    def _all_settled(self, values: Any, depth: int) -> list[Any]:
+        return [v if type(v) in _PLAIN else self.settled(v, depth + 1) for v in values]
 
 
 _OWN: dict[str, Callable[[_Machine], Any]] = {
@@ -185,7 +169,7 @@ _OWN: dict[str, Callable[[_Machine], Any]] = {
 }
 _SAFE = "PROTO FRAME STOP MARK BINPUT LONG_BINPUT MEMOIZE BINGET LONG_BINGET GLOBAL STACK_GLOBAL "
 _SAFE += "BINPERSID BUILD NONE NEWTRUE NEWFALSE EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST "
-_SAFE += "APPEND APPENDS SETITEM SETITEMS ADDITEMS BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT "
+_SAFE += "APPEND APPENDS SETITEM SETITEMS ADDITEMS BININT BININT1 BININT2 LONG1 BINFLOAT "
 _SAFE += "BINSTRING SHORT_BINSTRING BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
 _SAFE += "SHORT_BINBYTES BINBYTES8"
 
@@ -238,20 +222,21 @@ def dtype_of(found: Any) -> str:
     return dtype_name(found)
 
 
-def _filled(made: dict[Any, Any], items: Iterable[Any]) -> dict[Any, Any]:
-    for key, value in items:
-        made[_key(key)] = value
-    return made
-
-
 def _defaultdict(items: Any, factory: Any = None, *_: Any) -> dict[Any, Any]:
     known = {f"builtins.{kind.__name__}": kind for kind in (int, float, str, list, dict, set)}
     kind = known.get(factory.kind) if isinstance(factory, Inert) else None
-    return _filled(defaultdict(kind), items)
+    return defaultdict(kind, items)
+
+
+def _all(items: Any, given: Any = ()) -> tuple[Any, ...]:
+    """Never of a text, of which each character would be one."""
+    if type(given) not in (list, tuple):
+        raise TypeError("items of something else")
+    return (*given, *items)
 
 
 def _deque(items: Any, given: Any = (), length: Any = None) -> "deque[Any]":
-    return deque((*given, *items), length if type(length) is int else None)
+    return deque(_all(items, given), length if type(length) is int else None)
 
 
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
@@ -285,7 +270,6 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _subclass,
-    "torch.Size": lambda items=(): tuple(items),
     "torch.device": torch.device,
     "_codecs.encode": _encode,
     "builtins.bytes": lambda *a: _bytes(bytes, *a),
@@ -293,13 +277,14 @@ _MAKERS: dict[str, Callable[..., Any]] = {
     "builtins.complex": complex,
 }
 _CONTAINERS: dict[str, Callable[..., Any]] = {
-    "builtins.dict": lambda items: _filled({}, items),
-    "collections.OrderedDict": lambda items, own=(): _filled(OrderedDict(), (*own, *items)),
-    "collections.Counter": lambda items, own: _filled(Counter(), (*own.items(), *items)),
+    "builtins.dict": dict,
+    "collections.OrderedDict": lambda *a: OrderedDict(_all(*a)),
+    "collections.Counter": lambda items, own: Counter(own | dict(items)),
     "collections.defaultdict": _defaultdict,
     "collections.deque": _deque,
-    "builtins.set": lambda items, own=(): set(map(_key, (*own, *items))),
-    "builtins.frozenset": lambda items, own=(): frozenset(map(_key, (*own, *items))),
+    "builtins.set": lambda *a: set(_all(*a)),
+    "builtins.frozenset": lambda *a: frozenset(_all(*a)),
+    "torch.Size": _all,
 }
 """Of their items, and what they were called with."""
 
@@ -328,19 +313,19 @@ def _made(said: Inert) -> Any:
         return said
     if type(data) not in (bytes, bytearray) or order not in ("C", "F"):
         raise TypeError("an array without bytes")
-    if kind.itemsize * prod(shape) != len(data) or not kind.itemsize:
+    if kind.itemsize * prod(lengths(shape)) != len(data):
         raise ValueError(f"an array of shape {shape!r:.80} in {len(data)} bytes")
     made = np.frombuffer(data, kind).reshape(shape, order=order)
     return made[0] if said.kind.endswith("scalar") else made
 
 
 def _numpy_dtype(said: Inert) -> "np.dtype[Any] | None":
-    """None where it is of other things, such as objects or dates."""
+    """None where it is of other things, such as objects, dates, or nothing."""
     code = said.args[0]
     if said.kind != "numpy.dtype" or type(code) is not str or len(code) > 8:
-        raise TypeError("no dtype of numbers")
+        return None
     found = np.dtype(code)
-    if found.hasobject or found.kind not in "biufcSU":
+    if found.hasobject or found.kind not in "biufcSU" or not found.itemsize:
         return None
     order: Any = said.state[1] if said.state else "="
     return found.newbyteorder(order) if order in ("<", ">") else found
