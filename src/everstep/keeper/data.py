@@ -412,7 +412,8 @@ def _digest(image: Image, encoding: Encoding, share: list[Extent]) -> dict[int, 
     for each in share:
         view = image.view(each)
         found[each.digest] = Stored(each.size, digest_of(view))
-        encoding.look(each, view)
+        if encoding.wanted:
+            encoding.look(each, view)
     return found
 
 

@@ -55,6 +55,8 @@ class Job:
 
     def wait(self, count: int) -> None:
         """Block until `count` bytes are there. Raises Unsupported where they never will be."""
+        if self._bytes >= count and self._given_up is None:  # as mostly, and for each small tensor
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._bytes >= count or self._given_up is not None)
             if self._given_up is not None:

@@ -74,18 +74,18 @@ class StillPacks:
         self._last[document] = _Last(digests, frozenset())
         for oldest in list(self._last)[:-_TABLES_MAX]:
             del self._last[oldest]
-        has_still = any(pack.still for pack in table.packs)
-        if last is None or not (has_still or any(map(eq, last.digests, digests))):
+        same = list(map(eq, last.digests, digests)) if last else []
+        if last is None or not (any(same) or any(pack.still for pack in table.packs)):
             return {}
         noisy, fresh, quiet = dict[str, bool](), dict[str, bool](), set[str]()
-        size = fresh_size = 0
+        fresh_size, size = 0, sum(pack.size for pack in table.packs)
         for name, entry in table.tensors.items():
             for piece in entry.pieces:
-                called = entry_name(name, entry.spec.shape, piece.box)
-                own = slice(piece.digest, piece.digest + chunk_count(piece.size))
                 is_still = table.packs[piece.pack].still
-                size += piece.size
-                if last.digests[own] == digests[own]:
+                if not is_still and not same[piece.digest]:  # as mostly
+                    continue
+                called = entry_name(name, entry.spec.shape, piece.box)
+                if all(same[piece.digest : piece.digest + chunk_count(piece.size)]):
                     quiet.add(called)
                     if not is_still and called in last.quiet:
                         fresh[called] = True
