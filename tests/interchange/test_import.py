@@ -241,6 +241,24 @@ def test_a_flat_directory_of_dcp(store, tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_directory_of_megatron(store, tmp_path, capsys):
+    """As Megatron-core writes it in the format torch_dist, which is not installed here."""
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    weights = {name: torch.randn(6, 4), f"optimizer.state.exp_avg.{name}": torch.randn(6, 4)}
+    dcp.save(weights, checkpoint_id=tmp_path / "iter_0000007")
+    common = {"args": argparse.Namespace(lr=0.1), "iteration": 7, "checkpoint_version": 3.0}
+    common["opt_param_scheduler"] = {"max_lr": 0.1, "num_steps": 56}
+    torch.save(common, tmp_path / "iter_0000007" / "common.pt")
+    said = run_json(capsys, "import", tmp_path / "iter_0000007", store)
+    assert (said["step"], [*said["left_out"]]) == (7, ["args"])
+    found, kept = Store(store).read(), Store(store).manifest().objects
+    assert {key: torch.equal(found[f"model.{key}"], each) for key, each in weights.items()} == (
+        dict.fromkeys(weights, True)
+    )
+    assert kept["opt_param_scheduler"] == common["opt_param_scheduler"]
+
+
+@pytest.mark.filterwarnings("ignore")
 def test_numbers_in_a_directory_of_dcp(store, tmp_path):
     """Plain state dicts, whose parameters have numbers."""
     job = trained()

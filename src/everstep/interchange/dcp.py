@@ -18,9 +18,11 @@ from everstep.format.boxes import Box
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.pickles import Inert, dtype_of, read_pickle
 from everstep.interchange.tensors import Found, Part, Stretch, lengths, named
-from everstep.interchange.torch_files import Read, StandIn, load_piece, write_archive
+from everstep.interchange.torch_files import Read, StandIn, load, load_piece, write_archive
 
 METADATA, _FILE = ".metadata", "__0_0.distcp"
+_COMMON = "common.pt"
+"""Of Megatron-core's `torch_dist`: what is no tensor of one rank or another."""
 _METADATA_BYTES_MAX = 1 << 30
 _PATH_MAX = 64
 _LIST_MAX = 1 << 20
@@ -59,7 +61,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
     made = _with_lists(tree)
     if not isinstance(made, dict):
         raise TypeError("its top is no dict")
-    return made
+    return {**load(folder / _COMMON), **made} if (folder / _COMMON).is_file() else made
 
 
 def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> Found:
