@@ -23,7 +23,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("tried", [(2, 15), (2, 0)], ids=["torch's guards", "public"])
+@pytest.mark.parametrize("tried", [(99, 0), (2, 0)], ids=["torch's guards", "public"])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_guard_tells(monkeypatch, change, tried):
     monkeypatch.setattr(leaves, "_GUARDS_TRIED", tried)

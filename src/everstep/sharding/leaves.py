@@ -19,7 +19,7 @@ from everstep.format.tables import is_dense
 from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _local = attrgetter("_local_tensor")
-_GUARDS_TRIED = 2, 15
+_GUARDS_TRIED = 2, 13
 _LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
