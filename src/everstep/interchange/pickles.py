@@ -1,4 +1,4 @@
-"""Pickles, read by Python's own machine, which is let make nothing of what they name.
+"""Pickles, read by Python's own machine, which may make nothing of what they name.
 
     opcodes ──▶ stack, memo ──▶ numbers, texts, lists, tuples, `Inert` ──▶ settled: all containers
 

@@ -20,6 +20,7 @@ from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _local = attrgetter("_local_tensor")
 _GUARDS_TRIED = 2, 13
+"""The newest torch with whose own guards `_watch_forms` was tried."""
 _LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
