@@ -11,7 +11,7 @@ import random
 import shutil
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
@@ -85,11 +85,12 @@ def run(args: argparse.Namespace) -> int:
     if len(report.kills) < args.kills:
         few = f"Only {len(report.kills)} of {args.kills} kills came before the end."
         console.print(few, style="yellow")
-    _draw(report, logs, args.picture or directory / "timeline.png", console)
+    _draw(report, logs[0], args.picture or directory / "timeline.png", console)
     console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report.to_json(), indent=2) + "\n")
+        found = {"ok": report.ok, **asdict(report)}
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0 if report.ok else 1
 
 
@@ -111,16 +112,14 @@ def train(settings: Settings, what: str, kills: int, progress: Progress) -> list
         return trainer.events
 
 
-def _draw(
-    report: Report, logs: tuple[list[Event], list[Event]], path: Path, console: Console
-) -> None:
+def _draw(report: Report, killed: list[Event], path: Path, console: Console) -> None:
     try:
         from everstep.cli.demo.picture import draw
     except ImportError:
         console.print("No picture: that needs matplotlib (pip install everstep[demo]).")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    draw(report, *logs, path)
+    draw(report, killed, path)
     console.print(f"Timeline: {path}", soft_wrap=True)
 
 

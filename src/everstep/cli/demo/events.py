@@ -4,9 +4,9 @@ It is `{"event": …, "at": seconds of the machine's monotonic clock, …}`, so 
 children lie on one axis; one that was sent outlives its process.
 
 Events of a trainer: imported · built · restored(step, base, records), then at each step begin ·
-forward · backward · update · trained(loss) · returned(due), and, from threads that watch the saves,
-captured · durable(kind) of each, where kind is "state" or "record". The parent adds spawn and kill.
-The run without interruption tells compared(state) after its last step.
+forward · backward · update · trained(loss) · returned · saving, if it is saved; and, from threads
+that watch the saves, captured · durable(kind) of each, where kind is "state" or "record". The
+parent adds spawn and kill. The other run tells compared(state) after its last step.
 """
 
 import json

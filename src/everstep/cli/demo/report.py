@@ -1,9 +1,9 @@
 """What the event logs of a demo say: kills, and whether both runs are equal. Pure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.cli.demo.events import Event, Settings
 
@@ -22,27 +22,13 @@ PHASES = {
 """What a trainer is at, by its last event."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step of an attempt, in seconds. `done`: its last event came."""
-
-    number: int
-    begin: float
-    end: float
-    done: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """A save of an attempt, in seconds. `done`: it came as far as durable; `kind`: "state" or
-    "record"."""
+class Span(NamedTuple):
+    """From one event of a step to another, in seconds. `done`: the other came."""
 
     step: int
     begin: float
-    copied: float
-    durable: float
+    end: float
     done: bool
-    kind: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,45 +47,29 @@ class Attempt:
         """When it was killed, or was done."""
         return float(self.events[-1]["at"])
 
-    def first(self, name: str) -> Event | None:
-        """The first event of this name."""
-        return next((event for event in self.events if event["event"] == name), None)
+    @property
+    def trace(self) -> list[Event]:
+        """Those after which it was at something else."""
+        return [event for event in self.events if event["event"] in PHASES]
 
     def all(self, name: str) -> list[Event]:
         """All events of this name."""
         return [event for event in self.events if event["event"] == name]
 
-    def by_step(self, name: str) -> dict[int, Event]:
-        """The events of this name by their step."""
-        return {event["step"]: event for event in self.all(name)}
-
-    def steps(self) -> list[Step]:
-        """All that were begun."""
-        ends, now = self.by_step("returned"), {"at": self.end}
-        return [
-            Step(step, event["at"], ends.get(step, now)["at"], step in ends)
-            for step, event in self.by_step("begin").items()
-        ]
-
-    def saves(self) -> list[Save]:
-        """All that were begun. One whose end nobody saw is taken for what the last one was."""
-        copied, durable, now = self.by_step("captured"), self.by_step("durable"), {"at": self.end}
-        found, kind = [], "state"
-        for step, event in self.by_step("returned").items():
-            if event["due"]:
-                copy, end = copied.get(step, now), durable.get(step, now)
-                kind = end.get("kind") or kind
-                times = event["at"], copy["at"], end["at"]
-                found.append(Save(step, *times, step in durable, kind))
-        return found
+    def spans(self, first: str, last: str) -> list[Span]:
+        """Of each step that has the first event: up to the last one, or to the attempt's end."""
+        ends = {event["step"]: event["at"] for event in self.all(last)}
+        steps = [(event["step"], event["at"]) for event in self.all(first)]
+        return [Span(n, begin, ends.get(n, self.end), n in ends) for n, begin in steps]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
     """One kill: when, where it hit, and what it cost. None: killed again before that was known.
 
-    `saving`: the steps that were not durable yet; `base`, `records`: the state that was restored,
-    and how many records were replayed after it.
+    `saving`: the steps that were not durable yet; `returned`: the newest one of which step() had;
+    `base`, `records`: the state that was restored, and how many records were replayed after it;
+    `lost`: steps that had returned, and were trained again.
     """
 
     at_s: float
@@ -111,11 +81,7 @@ class Kill:
     base: int | None
     records: int | None
     again_s: float | None
-
-    @property
-    def lost(self) -> int | None:
-        """Steps that had returned, and were trained again."""
-        return None if self.restored is None else max(0, self.returned - self.restored)
+    lost: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,19 +106,19 @@ class Report:
         """Steps, by all kills together."""
         return sum(kill.lost or 0 for kill in self.kills)
 
-    def to_json(self) -> dict[str, Any]:
-        """For --json."""
-        kills = [{**asdict(kill), "lost": kill.lost} for kill in self.kills]
-        return {"ok": self.ok, **asdict(self), "kills": kills}
-
 
 def make_report(settings: Settings, killed: list[Event], reference: list[Event]) -> Report:
     """Reads the logs of both runs."""
-    kills = describe_kills(split_attempts(killed))
+    kills = tuple(_kills(split_attempts(killed)))
     steps = [event["step"] for event in killed if event["event"] == "trained"]
     states = [event["state"] for event in reference if event["event"] == "compared"]
     state = states[0] if states else {"differences": ["the two were not compared"]}
-    problems = _kill_problems(kills, settings.lost_max)
+    problems = [
+        f"kill {number}: {kill.lost} steps lost (step() of {kill.returned} had returned, "
+        f"{kill.restored} was restored)"
+        for number, kill in enumerate(kills, 1)
+        if kill.lost is not None and kill.lost > settings.lost_max
+    ]
     problems += _loss_problems(settings.steps, killed, reference)
     problems += [f"final state: {difference}" for difference in state["differences"]]
     again = len(steps) - len(set(steps))
@@ -165,37 +131,26 @@ def split_attempts(events: Sequence[Event]) -> list[Attempt]:
     return [Attempt(events[begin:end]) for begin, end in pairwise([*starts, len(events)])]
 
 
-def describe_kills(attempts: Sequence[Attempt]) -> tuple[Kill, ...]:
-    """One row per kill."""
-    kills = []
-    reached = 0
+def _kills(attempts: Sequence[Attempt]) -> Iterator[Kill]:
+    returned = 0
     for attempt, following in pairwise(attempts):
         if done := attempt.all("returned") or attempt.all("restored"):
-            reached = done[-1]["step"]
-        trace = [event for event in attempt.events if event["event"] in PHASES]
-        again, restored = following.first("begin"), following.first("restored") or {}
-        kill = Kill(
+            returned = done[-1]["step"]
+        last, began = attempt.trace[-1], following.all("begin")
+        said = next(iter(following.all("restored")), {})
+        restored = said.get("step")
+        yield Kill(
             at_s=attempt.end,
-            step=trace[-1].get("step"),
-            phase=PHASES[trace[-1]["event"]],
-            saving=tuple(save.step for save in attempt.saves() if not save.done),
-            returned=reached,
-            restored=restored.get("step"),
-            base=restored.get("base"),
-            records=restored.get("records"),
-            again_s=again["at"] - following.begin if again else None,
+            step=last.get("step"),
+            phase=PHASES[last["event"]],
+            saving=tuple(save.step for save in attempt.spans("saving", "durable") if not save.done),
+            returned=returned,
+            restored=restored,
+            base=said.get("base"),
+            records=said.get("records"),
+            again_s=began[0]["at"] - following.begin if began else None,
+            lost=None if restored is None else max(0, returned - restored),
         )
-        kills.append(kill)
-    return tuple(kills)
-
-
-def _kill_problems(kills: Sequence[Kill], lost_max: int) -> list[str]:
-    return [
-        f"kill {number}: {kill.lost} steps lost (step() of {kill.returned} had returned, "
-        f"{kill.restored} was restored)"
-        for number, kill in enumerate(kills, 1)
-        if kill.lost is not None and kill.lost > lost_max
-    ]
 
 
 def _loss_problems(

@@ -64,8 +64,9 @@ def train(run: Run, settings: Settings) -> None:
         for step in range(start + 1, settings.steps + 1):
             train_one_step(run, step)
             handle = checkpointer.step(step)
-            tell("returned", step=step, due=handle is not None)
+            tell("returned", step=step)
             if handle:
+                tell("saving", step=step)
                 watchers.submit(watch, handle, settings)
         if settings.steps % settings.every:
             checkpointer.save(settings.steps)  # the last step is compared with the other run's
