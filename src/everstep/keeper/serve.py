@@ -14,7 +14,6 @@ import re
 import socket
 import socketserver
 import threading
-import time
 from collections.abc import Collection
 from contextlib import closing, suppress
 from typing import Any
@@ -55,15 +54,6 @@ class Service(socketserver.ThreadingTCPServer):
         self._source: tuple[Peer, Collection[int]] | None = None
         self._strangers = threading.Semaphore(STRANGERS_MAX)
         threading.Thread(target=self.serve_forever, name="everstep-serve", daemon=True).start()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection."""
-        try:
-            return super().get_request()
-        except OSError as error:
-            log.warning("accepting a partner: %r", error)
-            time.sleep(0.05)  # out of descriptors, most likely; the others are served meanwhile
-            raise
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Hear who a stranger is; then one request after another, until the connection ends, or
