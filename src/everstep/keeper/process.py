@@ -191,7 +191,7 @@ class Keeper:
         reply = {"type": "attached", "id": -1, "pid": os.getpid(), "address": address}
         session.resume(connection, reply)
         del self._strangers[connection]
-        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._serve(session))
+        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._drain(session))
         self._last_use = time.monotonic()
         for copies in (session.team.writer.remote, session.team.replica):
             for message in copies.news() if copies else ():
@@ -318,7 +318,7 @@ class Keeper:
             case {"type": "claim", "id": int()}:
                 session.team.claim(message, session.local, session)
             case {"type": "settle", "id": int(number)}:
-                self._settle(session, number)
+                self._settling.append((session, number, time.monotonic()))
             case {"type": "adopt", "arena": str(key), "id": int(number)}:
                 self._adopt(session, key, number)
             case {"type": "partners", "id": int(number), "partners": dict(partners)}:
@@ -345,18 +345,6 @@ class Keeper:
         for key in keys:
             session.take_arena(key, fds.pop(0))
         session.look_at(keys)
-
-    def _settle(self, session: Session, number: int) -> None:
-        """Note that a trainer waits for the jobs of those that are gone.
-
-        They may have died, or said that they leave, without having been heard yet.
-        """
-        for other in list(self._sessions):
-            if other is not session:
-                self._drain(other)
-                if other.has_died():
-                    self._bury(other)
-        self._settling.append((session, number, time.monotonic()))
 
     def _answer_settled(self) -> None:
         """Hand the orphans' arenas over for reading, once their jobs are finished."""
@@ -420,6 +408,8 @@ class Keeper:
         session.abandon()
 
     def _drain(self, session: Session) -> None:
+        """Hear what it has said so far. So whoever asks for what others have left is answered when
+        their deaths and farewells, if they came before, are heard."""
         for _ in range(_MESSAGES_AT_ONCE):
             if not self._serve(session):
                 break

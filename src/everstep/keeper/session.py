@@ -17,7 +17,6 @@ Invariants:
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
@@ -73,12 +72,6 @@ class Session:
         tiers = hello.get("tiers") or {}
         if directory := tiers.get("spill"):
             self.spill = Spill(self, directory, tiers.get("spill_bytes"), len(place.ranks))
-
-    def has_died(self) -> bool:
-        """Whether the trainer's process is gone, heard of or not."""
-        poll = select.poll()  # select() ends at descriptor 1024
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
 
     def tell(self, message: wire.Message, fds: list[int] | None = None) -> None:
         """Send to the trainer, or lose it where it does not read. Any thread; does not block."""

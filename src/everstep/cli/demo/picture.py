@@ -74,7 +74,7 @@ def _draw_run(axes: Axes, report: Report, attempts: list[Attempt]) -> None:
         words = "" if kill.restored is None else f"{kill.lost} lost"
         words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
         at = kill.at_s, kill.returned
-        axes.annotate(words, at, (6, -4), va="top", textcoords="offset points", color=KILL)
+        axes.annotate(words, at, (8, 0), va="center", textcoords="offset points", color=KILL)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run, killed at each cross")
