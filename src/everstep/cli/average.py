@@ -10,7 +10,6 @@ from everstep.store import catalog
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     add_words(parser, "[STEP STEP ...]", "as --last and --every say")
     add = parser.add_argument
     add("--last", type=int, default=5, metavar="N", help="so many of the run (default: 5)")
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Average some checkpoints."""
     from everstep.versions.average import average
 
     disk, steps = split_words(args.words, len(args.words))

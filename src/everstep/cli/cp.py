@@ -24,7 +24,6 @@ _ABOUT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     add_words(parser, "[STEP ...] TARGET", _STEPS, _TARGET, are_needed=True)
     parser.epilog = _ABOUT
 

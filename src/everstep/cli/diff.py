@@ -24,13 +24,11 @@ _TITLES = ("TENSOR", "CHANGED", "LARGEST", "NORM", "RELATIVE")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     add_words(parser, "A [OTHER] B", more=_MEANING, are_needed=True)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, by layer: PNG or SVG")
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Compare two checkpoints."""
     if len(args.words) == 4:
         sides = [split_words(args.words[i : i + 2], 1, 1) for i in (0, 2)]
     else:

@@ -15,7 +15,6 @@ _UNITS |= {"GIB": 1 << 30}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     words = "[STEP] FOLDER"
     add_words(parser, words, "the newest", "FOLDER: a new one", are_needed=True)
     parser.usage = f"%(prog)s [STORE] {words} --to FORMAT [options]"
@@ -36,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Export one checkpoint."""
     *words, folder = args.words
     disk, steps = split_words(words, 1)
     from everstep.interchange.export import Options, export

@@ -9,7 +9,6 @@ from everstep.restore.store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     add_words(parser, "STEP NEW", more="NEW: a new directory or URL", are_needed=True)
     parser.epilog = (
         "On one file system the two share files, and deleting either leaves the other whole; in "
@@ -18,7 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Fork one checkpoint."""
     *words, place = args.words
     disk, steps = split_words(words, 1, 1)
     with progress_bar("forking") as progress:

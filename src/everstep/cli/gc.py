@@ -11,12 +11,10 @@ from everstep.store import catalog, retain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Sweep the store."""
     disk, _ = split_words(args.words, 0)
     files, freed = retain.sweep(disk)
     orphans = list(retain.cut_off(disk, lambda name: not catalog.is_there(disk, name)))

@@ -12,7 +12,6 @@ _KINDS = ("accelerate", "dcp", "deepspeed", "hf", "lightning", "torch", "trainer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     parser.epilog = "What comes along of each format: docs/interchange.md. Nothing of it is run."
     parser.add_argument("source", type=Path, metavar="SOURCE", help="a file or a folder")
     parser.add_argument("store", metavar="STORE", help="a directory or URL, of a store or nothing")
@@ -39,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Import one checkpoint."""
     from everstep.interchange.sources import read_names, read_source
     from everstep.interchange.trees import Options
     from everstep.interchange.write import write

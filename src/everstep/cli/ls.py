@@ -78,7 +78,6 @@ class Listing:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser)
     parser.add_argument(
         "-a", "--all", action="store_true", help="list all checkpoints, however many there are"
@@ -86,7 +85,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """List what is there."""
     disk, _ = split_words(args.words, 0)
     listing = Listing(disk)
     facts = _to_json(str(disk.root), listing) if args.json else {}

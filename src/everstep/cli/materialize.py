@@ -15,7 +15,6 @@ from everstep.tiers.tier import Tier
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     add_words(parser, "STEP [STEP ...]")
 
 

@@ -9,7 +9,6 @@ from everstep.cli.target import add_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     parser.epilog = "What a recipe says: docs/versions.md. On one file system nothing is copied."
     parser.add_argument("recipe", type=Path, metavar="RECIPE", help="a file, in TOML")
     parser.add_argument("store", metavar="NEW", help="a new directory or URL")
@@ -17,7 +16,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Merge what the recipe says."""
     from everstep.versions.merge import merge
 
     with progress_bar("merging") as progress:

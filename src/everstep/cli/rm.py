@@ -14,7 +14,6 @@ _LISTED_MAX = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser, "STEP [STEP ...]")
     parser.add_argument(
         "-f", "--following", action="store_true", help="also the logs that go on from them"

@@ -37,7 +37,6 @@ _WIDTH_MIN = 40
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser, "[STEP]", "the newest")
     parser.add_argument(
         "--names",
@@ -48,7 +47,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Tell all of a checkpoint."""
     disk, steps = split_words(args.words, 1)
     facts = _facts(disk, catalog.find(disk, steps[0] if steps else None))
     pattern = args.names if any(each in args.names for each in "*?[") else f"*{args.names}*"

@@ -9,14 +9,12 @@ from everstep.restore.store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The words and options of the command."""
     name = "NAME: the tag, which moves where it names another checkpoint"
     add_words(parser, "STEP NAME", more=name)
     parser.add_argument("--delete", metavar="NAME", help="the tag that is to name nothing any more")
 
 
 def run(args: argparse.Namespace) -> Answer:
-    """Set a tag, or delete one."""
     count = 0 if args.delete else 2
     disk, words = split_words(args.words, count, count)
     store = Store(disk.root)

@@ -19,7 +19,6 @@ _COUNTERS = ("saves", "skips", "failures", "stall_seconds", "copied", "given_up"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser)
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds (1)")
     parser.add_argument(

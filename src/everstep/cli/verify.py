@@ -15,7 +15,6 @@ from everstep.tiers.tier import Tier, tier_at
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's arguments."""
     add_words(parser, "[STEP]", "all on all branches")
     parser.add_argument(
         "--repair", action="store_true", help="mend what is damaged from another store of the run"

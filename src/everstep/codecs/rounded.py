@@ -27,14 +27,10 @@ def is_rounded(data: memoryview, master: memoryview, dtype: str) -> bool:
     """Whether `data`, of that dtype, is the rounding of `master`; to the bit. Blocks."""
     import numpy as np
 
-    items, numbers = np.frombuffer(data, "<u2"), np.frombuffer(master, "<u4")
-    for start in range(0, len(numbers), _BLOCK_ITEMS):
-        block = items[start : start + _BLOCK_ITEMS]
-        if not np.array_equal(block, _rounded(numbers[start : start + _BLOCK_ITEMS], dtype)):
-            return False
-        if dtype == "float16" and np.any((block & 0x7FFF) > _INFINITY):
-            return False
-    return True
+    items = np.frombuffer(data, "<u2")
+    if dtype == "float16" and np.any((items & 0x7FFF) > _INFINITY):
+        return False
+    return np.array_equal(items, np.frombuffer(rounded(master, dtype), "<u2"))
 
 
 def rounded(master: memoryview, dtype: str) -> memoryview:

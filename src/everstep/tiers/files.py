@@ -23,7 +23,7 @@ EXTENT_BYTES = 8 << 20
 WRITES_IN_FLIGHT = 2
 _PAGE_BYTES = 4096
 _CREATE = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer: at once
+_READ = os.O_RDONLY | os.O_CLOEXEC
 _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 _ADVICE = {
     errno.ENOSPC: ". The disk is full: free some space, or keep fewer checkpoints "
@@ -33,7 +33,6 @@ _ADVICE = {
     errno.EACCES: ". This user may not do that, as a store is for its owner only: run it as the "
     "owner, or choose another store",
 }
-_NO_FILE = (errno.ENXIO, errno.ENODEV, errno.ELOOP)  # sockets, devices, links in a circle
 
 Await = Callable[[int], None]
 """Blocks until data up to that offset may be read."""
@@ -159,17 +158,13 @@ class DiskReader:
         """Raises OSError, and Corrupt for what is no regular file, which might block for ever."""
         self._name = name
         self._direct_fd = -1
-        try:
-            self._fd = os.open(name, _READ)
-        except OSError as error:
-            if error.errno in _NO_FILE:
-                raise _irregular(name) from error
-            raise
-        found = os.fstat(self._fd)
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise _irregular(name)
-        self.size = found.st_size
+        if not stat.S_ISREG(os.stat(name).st_mode):
+            raise Corrupt(
+                f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a "
+                f"device, or a link to one. Something else was put in its place"
+            )
+        self._fd = os.open(name, _READ)
+        self.size = os.fstat(self._fd).st_size
         if direct:
             with contextlib.suppress(OSError):  # the page cache serves
                 self._direct_fd = os.open(name, _READ | os.O_DIRECT)
@@ -223,13 +218,6 @@ def cut_short(where: object, end: int, missing: int) -> Corrupt:
     return Corrupt(
         f"reading {where}: it ends at byte {end}, {missing} bytes before the end of what the "
         f"manifest names. The file was cut short"
-    )
-
-
-def _irregular(name: str) -> Corrupt:
-    return Corrupt(
-        f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a device, or a "
-        f"link to one. Something else was put in its place"
     )
 
 

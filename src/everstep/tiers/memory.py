@@ -65,18 +65,13 @@ class Memory(Objects):
         return None if found is None else len(found)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises Missing, Corrupt."""
-        view[:] = self.range(path, offset, len(view))
-
-    def range(self, path: str, offset: int, size: int) -> memoryview:
-        """These bytes of a file, where they lie; nobody changes them. Raises Missing, Corrupt where
-        it is short."""
-        data = self._files.get(path)
+        """Fill `view` from `offset`. Raises Missing, Corrupt where the file is short."""
+        data, end = self._files.get(path), offset + len(view)
         if data is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
-        if offset + size > len(data):
-            raise cut_short(self.root / path, len(data), offset + size - len(data))
-        return memoryview(data)[offset : offset + size]
+        if end > len(data):
+            raise cut_short(self.root / path, len(data), end - len(data))
+        view[:] = memoryview(data)[offset:end]
 
     def list(self, directory: str) -> list[str]:
         """The names in a directory, sorted."""
