@@ -55,7 +55,7 @@ def draw(report: Report, killed: list[Event], path: Path) -> None:
 
 def _draw_run(axes: Axes, report: Report, attempts: list[Attempt]) -> None:
     """The step reached, what is durable, and what each kill cost."""
-    handles = []
+    handles: list[Axes] = []
     for attempt in attempts:
         handles = []
         for last, colour, label in (
@@ -73,8 +73,8 @@ def _draw_run(axes: Axes, report: Report, attempts: list[Attempt]) -> None:
         axes.plot(kill.at_s, kill.returned, "X", color=KILL, ms=9)
         words = "" if kill.restored is None else f"{kill.lost} lost"
         words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
-        at = kill.at_s, kill.returned
-        axes.annotate(words, at, (8, 0), va="center", textcoords="offset points", color=KILL)
+        look = {"va": "center", "textcoords": "offset points", "color": KILL}
+        axes.annotate(words, (kill.at_s, kill.returned), (8, 0), **look)
     axes.set_ylim(0)
     axes.set_ylabel("step")
     axes.set_title("The run, killed at each cross")
