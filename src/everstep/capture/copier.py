@@ -45,15 +45,17 @@ COPIES_S = 60.0
 """How long the capture of a CUDA graph may be held up."""
 OPERATION_S = 1.0
 """So long after the copy no operation is still on that had begun before."""
-_NOT_WATCHED = frozenset({None, RECORD_OWNER, DIGEST_OWNER})
+_OWN_MEMORY = frozenset({RECORD_OWNER, DIGEST_OWNER})
+_NOT_WATCHED = _OWN_MEMORY | {None}
 """Whose leaves get no fingerprint here: they are copied at the call; their recorder has one of what
 it holds, and the rest is its own; they are written to while they wait to be copied."""
 _LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
 """From one look at the frames to the next: each interrupts what runs Python."""
 
 
-_Bound = dict[int | None, tuple[Batch, Fingerprint | None]]
-"""By owner: how its leaves are copied, and watched."""
+_Bound = dict[int | None, tuple[Batch, Sequence[Leaf], Fingerprint | None]]
+"""By owner: how its leaves are copied, those for which that is still to be found out, and how all
+are watched."""
 
 
 Torn = tuple[SaveHandle, list[str], str]
@@ -67,6 +69,9 @@ class Owned:
     batch: Batch
     """Emptied when it is copied, as the fingerprints when they were looked at: tensors that nobody
     else needs (gradients) are not held up to the next capture."""
+    leaves: Sequence[Leaf] = ()
+    """Of a record: they keep their memory, so that they are sorted into the batch after the call.
+    """
     fingerprints: Sequence[Fingerprint] = ()
     slices: list[Slice] = field(default_factory=list)
     """Of its tensors, to be digested before it may update them."""
@@ -78,6 +83,7 @@ class Owned:
     def devices(self) -> set[torch.device]:
         """The GPUs off which something is copied, or on which it is digested."""
         found: set[torch.device] = set(self.batch.on_device)
+        found |= {leaf.tensor.device for leaf in self.leaves if leaf.tensor.is_cuda}
         return found.union(*(each.devices for each in self.slices))
 
     def digest(self) -> None:
@@ -246,8 +252,8 @@ class Copier:
         bound = self._bind(collected.walk, plan, left_out)
         eager = Batch.of(collected.loose, plan)
         owned = {
-            owner: Owned(batch, [seen.again(handle.step)] if seen else [])
-            for owner, (batch, seen) in bound.items()
+            owner: Owned(batch, leaves, [seen.again(handle.step)] if seen else [])
+            for owner, (batch, leaves, seen) in bound.items()
             if owner is not None
         }
         if RECORD_OWNER in owned:
@@ -257,7 +263,7 @@ class Copier:
         # Updates wait for what optimizers own; digests lie at the image's end, and take a while.
         last = {RECORD_OWNER: 1, DIGEST_OWNER: 2}
         owned = dict(sorted(owned.items(), key=lambda row: last.get(row[0], 0)))
-        batches = [eager, *(batch for owner, (batch, _) in bound.items() if owner is None)]
+        batches = [eager, *(batch for owner, (batch, *_) in bound.items() if owner is None)]
         lazy = {device for part in owned.values() for device in part.devices}
         devices = {device for batch in batches for device in batch.on_device} | lazy
         self.devices.use(devices)
@@ -360,11 +366,15 @@ class Copier:
         if self._bound and self._bound[0] is walk and self._bound[1] is plan and not left_out:
             return self._bound[2]
         sharded = _by_owner(walk.sharded)
-        found = _by_owner(leaf for leaf in walk.leaves if leaf.entry not in left_out)
+        leaves: Iterable[Leaf] = walk.leaves
+        if left_out:
+            leaves = (leaf for leaf in leaves if leaf.entry not in left_out)
+        found = _by_owner(leaves)
         parts: _Bound = {}
         for owner, own in found.items():
             watched = () if owner in _NOT_WATCHED else (*own, *sharded.get(owner, ()))
-            parts[owner] = Batch.of(own, plan), Fingerprint(watched) if watched else None
+            now, later = ((), own) if owner in _OWN_MEMORY else (own, ())
+            parts[owner] = Batch.of(now, plan), later, Fingerprint(watched) if watched else None
         if not left_out and RECORD_OWNER not in parts:  # a record's do not come again
             self._bound = (walk, plan, parts)
         return parts
@@ -426,13 +436,16 @@ class Copier:
         finally:
             for owned in capture.owned.values():
                 owned.ready.set()
-                owned.batch, owned.slices = Batch(), []
+                owned.batch, owned.leaves, owned.slices = Batch(), (), []
             capture.keep_alive = None
             capture.note_copied()
 
     def _copy(self, capture: Capture) -> None:
         began, slot = time.monotonic(), capture.slot
         tell = self._announce(capture) or (lambda count: None)
+        for owned in capture.owned.values():
+            if owned.leaves:
+                owned.batch = Batch.of(owned.leaves, capture.plan)
         starts = [start for owned in capture.owned.values() for start in owned.batch.starts()]
         starts += [start for _, start in capture.eager]
         progress = Progress(starts, capture.plan.layout.size, tell)

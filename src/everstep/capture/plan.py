@@ -1,6 +1,6 @@
 """Where each tensor will lie in a slot's image, cached for as long as the tensors stay alike."""
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from everstep.errors import Unsupported
 from everstep.format.packs import Layout, lay_out, pack_starts
 from everstep.format.tables import encode_table
-from everstep.sharding.leaves import Leaf, layer_of
+from everstep.sharding.leaves import Leaf, forms_of, layer_of
 from everstep.state.view import Collected, Walk
 
 
@@ -98,6 +98,7 @@ class Planner:
         self._look = still
         self._plan: Plan | None = None
         self._made_of: tuple[Any, ...] = ()
+        self._have_form: Callable[..., bool] = lambda *tensors: True
         self._known: tuple[ref[Walk], Any] | None = None
         """By reference only: a record's walk has gradients, whose memory is not to be held."""
 
@@ -112,18 +113,14 @@ class Planner:
             return self._plan
         leaves = (*walk.leaves, *collected.loose)
         said = collected.aliases, walk.optimizers, still, turns
-        made_of = (list(map(_form, leaves)), *said)
-        if self._plan is None or made_of != self._made_of:
+        made_of = [(leaf.name, leaf.box, leaf.shape) for leaf in leaves], *said
+        tensors = [leaf.tensor for leaf in leaves]
+        is_known = made_of == self._made_of and self._have_form(*tensors)
+        if self._plan is None or not is_known:
             self._plan, self._made_of = _make(leaves, *said), made_of
+            self._have_form = forms_of(tensors)
         self._known = ref(walk), beside
         return self._plan
-
-
-def _form(leaf: Leaf) -> tuple[Any, ...]:
-    """What a plan depends on."""
-    name, tensor, _, box, shape = leaf
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    return name, tensor.dtype, tensor.shape, tensor.device, strides, box, shape
 
 
 def _make(

@@ -260,13 +260,14 @@ class Recorder:
         problem, self.problem = self.problem, None
         if problem:
             raise problem
-        self.plain = {
-            name: parameter
-            for call in calls
-            for name, parameter in call.plain.items()
-            if call.tensors[name].dtype == parameter.dtype
-        }
-        self.early = frozenset(name for call in calls for name in call.early)
+        if self.settle:
+            self.early = frozenset(name for call in calls for name in call.early)
+            self.plain = {
+                name: parameter
+                for call in calls
+                for name, parameter in call.plain.items()
+                if call.tensors[name].dtype == parameter.dtype
+            }
         tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
         held = [call.held for call in calls if call.held]
         return Taken(tensors, [call.said for call in calls], held)

@@ -2,7 +2,7 @@
 Guard that tells when a walk is out of date."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from operator import attrgetter, getitem, is_
@@ -20,7 +20,7 @@ from everstep.sharding.layout import is_dtensor, local_of, shards_of
 
 _local = attrgetter("_local_tensor")
 _GUARDS_TRIED = 2, 13
-"""The newest torch with whose own guards `_watch_forms` was tried."""
+"""The newest torch with whose own guards `forms_of` was tried."""
 _LAYER = re.compile(r"(.*?\.\d+)(\.|$)")
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -179,7 +179,7 @@ class Guard:
 
     def begin(self) -> None:
         """All is watched that was found, in the form that it has now."""
-        self._have_form = _watch_forms(self._tensors)
+        self._have_form = partial(forms_of(self._tensors), *self._tensors)
 
     def holds(self) -> bool:
         """Whether all is as it was at `begin`. About 0.3 µs per tensor."""
@@ -196,21 +196,22 @@ class Guard:
             return False
 
 
-def _watch_forms(tensors: list[torch.Tensor]) -> Callable[[], bool]:
-    """What tells whether they have the shapes, strides and dtypes that they have now: what
-    torch.compile has for that, as to ask each tensor for each takes four times as long. It is not
-    public: so it is used up to the newest torch with which it was tried."""
+def forms_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Return what tells whether tensors have the shapes, strides, dtypes and devices that these
+    have now, which it does not keep alive: what torch.compile has for that, as to ask each tensor
+    for each takes four times as long. It is not public: so it is used up to the newest torch with
+    which it was tried."""
     if tuple(map(int, torch.__version__.split(".")[:2])) > _GUARDS_TRIED:
         forms = list(map(_form, tensors))
-        return lambda: list(map(_form, tensors)) == forms
+        return lambda *now: list(map(_form, now)) == forms
     from torch._C._dynamo.guards import TensorGuards
 
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return partial(guards.check, *tensors)
+    return guards.check
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def has_elements(leaf: Leaf) -> bool:
