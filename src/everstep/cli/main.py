@@ -6,6 +6,7 @@ returns an Answer, or an exit code where it has printed by itself.
 """
 
 import argparse
+import contextlib
 import io
 import json
 import os
@@ -49,8 +50,9 @@ def main(arguments: list[str] | None = None) -> int:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
-        _silence_stdout()
+    except BrokenPipeError:  # what is buffered for nobody goes nowhere when Python exits
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except KeyboardInterrupt:
         print(file=sys.stderr)
@@ -94,11 +96,3 @@ def _overview() -> argparse.ArgumentParser:
     for name, text in COMMANDS.items():
         commands.add_parser(name, help=text)
     return parser
-
-
-def _silence_stdout() -> None:
-    """Nobody reads stdout any more: what is buffered for it goes nowhere when Python exits."""
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):
-        return

@@ -236,6 +236,8 @@ def extents(table: Table) -> list[Extent]:
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether elements of these strides fill their memory, in whatever order of dims."""
     size = 1
+    if len(strides) != len(shape):
+        return False
     for stride, length in sorted(zip(strides, shape, strict=True)):
         if length > 1 and stride != size:
             return False
@@ -263,8 +265,11 @@ def tensor_from_json(row: Mapping[str, Any], pieces: tuple[Piece, ...] = ()) -> 
     spec = _spec(row["name"], row["dtype"], tuple(row["shape"]))
     if spec.dtype not in ITEM_SIZES:
         raise ValueError(f"tensor {spec.name!r} has the unknown dtype {spec.dtype!r}")
-    aliases = tuple(row.get("aliases", ()))
-    return TensorEntry(spec, pieces, aliases, row["device"], _strides(row, spec))
+    strides = tuple(row["strides"]) if "strides" in row else None
+    # Whoever makes a tensor of them needs no more memory than for its elements.
+    if strides is not None and not is_dense(spec.shape, strides):
+        raise ValueError(f"tensor {spec.name!r} of shape {spec.shape} cannot have {strides=}")
+    return TensorEntry(spec, pieces, tuple(row.get("aliases", ())), row["device"], strides)
 
 
 def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
@@ -329,16 +334,6 @@ def _entry_from_json(row: Mapping[str, Any], packs: Sequence[PackShape]) -> Tens
     if flaw := find_flaw(spec.shape, [piece.box for piece in pieces], holes=False):
         raise ValueError(f"two pieces of tensor {spec.name!r} overlap at {flaw.box}")
     return entry
-
-
-def _strides(row: Mapping[str, Any], spec: Spec) -> tuple[int, ...] | None:
-    """Checked: whoever makes a tensor of them needs no more memory than for its elements."""
-    if "strides" not in row:
-        return None
-    strides = tuple(row["strides"])
-    if len(strides) != len(spec.shape) or not is_dense(spec.shape, strides):
-        raise ValueError(f"tensor {spec.name!r} of shape {spec.shape} cannot have {strides=}")
-    return strides
 
 
 def owned_names(optimizers: Mapping[str, Any]) -> Iterator[str]:

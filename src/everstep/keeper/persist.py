@@ -278,9 +278,11 @@ class Save:
             writer.base = None
             if self.digest and not (share or manifest.previous or self.job.nodes):
                 writer.base = self._data.base(Previous(*self.name, self.digest))
+        packs = (pack for stream in manifest.streams.values() for pack in stream.packs)
+        streamed = [pack for pack in packs if names.is_new_in(pack.path, self.name)]
         self._outcome = Outcome(
             self.name,
-            self._data.size + _streamed(manifest),
+            self._data.size + sum(pack.size for pack in streamed),
             time.monotonic() - self._began,
             warning,
             is_part=not is_whole,
@@ -349,13 +351,6 @@ def is_plain(job: NodeSave) -> bool:
     except Exception:  # noqa: BLE001 - told when its turn comes
         return False
     return bool(said["record"]) and not said["share"] and not said["tag"]
-
-
-def _streamed(manifest: Manifest) -> int:
-    """Bytes of the streams that were written for it, by the trainer."""
-    name = manifest.name
-    packs = [pack for stream in manifest.streams.values() for pack in stream.packs]
-    return sum(pack.size for pack in packs if names.is_new_in(pack.path, name))
 
 
 def _lost(name: CheckpointName | None) -> Unavailable:

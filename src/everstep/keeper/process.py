@@ -326,7 +326,8 @@ class Keeper:
                 session.team.meet(partners)
                 session.tell({"type": "met", "id": number})
             case {"type": "restored", "name": [int(step), int(epoch)]}:
-                session.team.restored(CheckpointName(wire.number(step), wire.number(epoch)))
+                if replica := session.team.replica:
+                    replica.restored(CheckpointName(wire.number(step), wire.number(epoch)))
             case {"type": "detach"}:
                 session.detached = True
                 self._abandon(session)

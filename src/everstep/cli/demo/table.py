@@ -12,7 +12,15 @@ def show(report: Report, console: Console) -> None:
     """Print the kills and the verdict."""
     console.print()
     if report.kills:
-        console.print(_kill_table(report))
+        settings = report.settings
+        title = f"Kills by SIGKILL (strategy {settings.strategy}, seed {settings.seed})"
+        table = Table(title=title, title_justify="left")
+        rows = [_kill_cells(*row) for row in enumerate(report.kills, 1)]
+        for name in rows[0]:
+            table.add_column(name, justify="left" if name == "hit in" else "right")
+        for row in rows:
+            table.add_row(*row.values())
+        console.print(table)
     for line in verdict(report):
         console.print(line)
 
@@ -33,27 +41,17 @@ def verdict(report: Report) -> list[Text]:
     return [Text(f"✓ {line}", style="green") for line in good]
 
 
-def _kill_table(report: Report) -> Table:
-    title = f"Kills by SIGKILL (strategy {report.settings.strategy}, seed {report.settings.seed})"
-    table = Table(title=title, title_justify="left")
-    names = "kill", "at", "in step", "hit in", "saves in flight", "returned", "restored"
-    for name in (*names, "lost", "again after"):
-        table.add_column(name, justify="left" if name == "hit in" else "right")
-    for number, kill in enumerate(report.kills, 1):
-        table.add_row(str(number), *_kill_cells(kill))
-    return table
-
-
-def _kill_cells(kill: Kill) -> list[str]:
+def _kill_cells(number: int, kill: Kill) -> dict[str, str]:
     is_log = kill.base not in (None, kill.restored)
     replay = f" ({kill.base} + {text.plural(kill.records or 0, 'record')})" if is_log else ""
-    return [
-        text.seconds(kill.at_s),
-        "–" if kill.step is None else str(kill.step),
-        kill.phase,
-        ", ".join(map(str, kill.saving)) or "none",
-        str(kill.returned),
-        "–" if kill.restored is None else f"{kill.restored}{replay}",
-        "–" if kill.lost is None else str(kill.lost),
-        "killed before" if kill.again_s is None else text.seconds(kill.again_s),
-    ]
+    return {
+        "kill": str(number),
+        "at": text.seconds(kill.at_s),
+        "in step": "–" if kill.step is None else str(kill.step),
+        "hit in": kill.phase,
+        "saves in flight": ", ".join(map(str, kill.saving)) or "none",
+        "returned": str(kill.returned),
+        "restored": "–" if kill.restored is None else f"{kill.restored}{replay}",
+        "lost": "–" if kill.lost is None else str(kill.lost),
+        "again after": "killed before" if kill.again_s is None else text.seconds(kill.again_s),
+    }

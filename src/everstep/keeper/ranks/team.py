@@ -120,11 +120,6 @@ class Team:
         if partners["replicates"] and following and self.replica is None:
             self.replica = Replica(Peer(following), own, self.tell_all)
 
-    def restored(self, name: CheckpointName) -> None:
-        """What the run goes on from is to be held by several nodes again."""
-        if self.replica:
-            self.replica.restored(name)
-
     @property
     def idle(self) -> bool:
         """Whether nothing is queued, running, or waits for another rank."""
