@@ -1,8 +1,7 @@
 """Differences to the same bytes of an earlier version: of weights and moments that change little.
 
-Items are taken for integers of their size. The difference d to the earlier one, modulo 2^bits and
-seen as signed, becomes 2d, or -2d - 1 where it is below zero, so that small ones of either sign
-have zeros above; these numbers are stored as byte planes (planes.py).
+Items are taken for integers of their size, so that small differences of either sign have zeros
+above (docs/format.md, section 7); these are stored as byte planes (planes.py).
 
 Numpy is imported when it is first needed. Blocks stay in the cache, and the work is done without
 the GIL.

@@ -2,25 +2,9 @@
 
 Plane i is byte i of every item. A gradient from a bfloat16 backward that lies in a float32 tensor
 has two planes of zeros, one of noise, and one (sign and seven bits of the exponent) which a Huffman
-code makes about a third as large. So each plane is stored in the way that suits it:
-
-    0    2    3   4            8                   8 + 4b
-    ├────┼────┼───┼────────────┼───────────────────┼─────────┼─────┼───────────┼──────┤
-    │"P1"│ b  │ 0 │ n: u32     │ s_0 .. s_b-1: u32 │ plane 0 │ ... │ plane b-1 │ tail │
-    └────┴────┴───┴────────────┴───────────────────┴─────────┴─────┴───────────┴──────┘
-
-Integers are little-endian. b is the item size (1, 2, 4 or 8) and n the size of the raw bytes, both
-in bytes; n is at most 4 MiB. There are c = n div b items, so a plane has c bytes. s_i is the stored
-size of plane i, and says how it is stored:
-
-* s_i = 0: not stored; its bytes are all zero.
-* s_i = c: the plane itself.
-* 0 < s_i < c: one Zstandard frame (RFC 8878) of c bytes, which are the plane. The frame MUST carry
-  its content size, needs no dictionary, and its window is at most 4 MiB. Nothing follows it.
-
-A larger s_i is an error. The tail is the last n mod b raw bytes, as they are. The encoding ends
-with it: its size MUST be the sum of all of these. There is no digest: the store's digests, of the
-stored bytes, tell whether they are the ones that were written.
+code makes about a third as large. So each plane is stored in the way that suits it, as zeros, raw
+or as a Zstandard frame: docs/format.md (section 7) draws it. The store's digests, of the stored
+bytes, tell whether they are the ones that were written.
 
 Numpy and zstandard are imported when they are first needed: the keeper starts without them.
 """

@@ -1,9 +1,7 @@
 """Rounded copies: where a bfloat16 or float16 tensor is what rounding its float32 master gives,
-nothing is stored of it.
+nothing is stored of it (docs/format.md, section 7).
 
-Rounding is to nearest, ties to even. For bfloat16 it is done on bits, 0x7FFF and the lowest bit
-that stays being added to the number, modulo 2^32; so it is defined for what is no number, too. A
-float16 that is no number is never said to be rounded: processors differ in its bits.
+A float16 that is no number is never said to be rounded: processors differ in its bits.
 
 Numpy is imported when it is first needed. Blocks stay in the cache, and the work is done without
 the GIL.

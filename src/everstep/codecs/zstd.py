@@ -1,8 +1,5 @@
 """A Zstandard frame (RFC 8878) of a chunk, for what is no noise: text, indices, tables, rows that
-come again.
-
-The frame carries its content size, needs no dictionary, and its window is at most 4 MiB. Nothing
-follows it. Zstandard is imported when it is first needed.
+come again. Zstandard is imported when it is first needed.
 """
 
 from everstep.errors import Corrupt

@@ -1,17 +1,9 @@
-"""Packed parts: where chunks lie of which some are encoded.
+"""Packed parts (docs/format.md, section 7): where chunks lie of which some are encoded.
 
-A packed part's packs, but for still ones, are valid safetensors files with a single entry of bytes:
-
-    0        8             header                              size, a multiple of 4096
-    ├────────┼─────────────┼─────────┬─────────┬─────┬─────────┤
-    │ length │ JSON, blanks│ chunk 0 │ chunk 1 │ ... │ padding │
-    └────────┴─────────────┴─────────┴─────────┴─────┴─────────┘
-
-Its chunks are those of the pieces in the raw layout, which the piece table describes, in that
-layout's order. The part's `stored` says how many bytes each of them takes: those of the raw chunk
-where it is stored as it is, fewer where it is encoded; `encoded` says by which codec. So tables
-stay shared from step to step, though the sizes change. Digests are of the stored bytes. Still packs
-lie raw, as later checkpoints name them.
+A packed part's packs, but for still ones, are safetensors files with a single entry of bytes: the
+chunks of the raw layout, which the piece table describes, in its order. How many bytes each of them
+takes stands in the part: so tables stay shared from step to step, though the sizes change. Still
+packs lie raw, as later checkpoints name them.
 """
 
 from collections.abc import Iterator, Sequence

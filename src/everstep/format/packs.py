@@ -1,14 +1,9 @@
-"""Packs: safetensors files laid out for direct I/O, computed before a byte is written.
-
-    0        8                     start, a multiple of 4096          size, a multiple of 4096
-    ├────────┼─────────────────────┼────────────────┬─────┬─────┬─────┬───────┬─────┤
-    │ length │ JSON header, blanks │ piece >= 1 MiB │ pad │ ... │ pad │ small │ pad │
-    └────────┴─────────────────────┴────────────────┴─────┴─────┴─────┴───────┴─────┘
+"""Packs: safetensors files laid out for direct I/O (docs/format.md, section 7), computed before a
+byte is written.
 
 Large pieces come first and start on a page; small ones follow by falling item size, so that each
-lies on a multiple of its own item size. Gaps are entries of zero bytes ("__pad__.N"): safetensors
-allows no holes. A header depends only on names, dtypes, shapes: it stays the same from step to
-step.
+lies on a multiple of its own item size. Gaps are entries of zero bytes: safetensors allows no
+holes. A header depends only on names, dtypes, shapes: it stays the same from step to step.
 
 What seems not to change (frozen weights) lies in packs of its own, which come last: `still`. Where
 all bytes of one are those of an earlier checkpoint, the manifest names that one's file. So do

@@ -1,11 +1,8 @@
-"""Streams: content of any size that a program gives piece by piece, in a file of its own.
+"""Streams (docs/format.md, section 4): content of any size that a program gives piece by piece.
 
-A stream is described as a part of a state is: a piece table, in which each piece has a dtype and a
-shape, and digests. As it may be large and stays the same from step to step, the part is a document
-of its own, which manifests name (manifest.Stream).
-
-In its table a tensor is called "number of the name/number of the piece/kind/name", both numbers of
-eight digits: by these names the pieces come in the order in which they were given.
+A stream is described as a part of a state is. As it may be large and stays the same from step to
+step, its part is a document of its own, which manifests name (manifest.Stream). By the names that
+its pieces have in its table they come in the order in which they were given.
 """
 
 from collections.abc import Iterator

@@ -25,9 +25,9 @@ import fcntl
 import mmap
 import os
 import resource
-import secrets
 import stat
 import struct
+import tempfile
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -155,7 +155,11 @@ class Arena:
         check_file_size(what, size)
         try:
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-            fd = _new_file(directory) if directory else os.memfd_create("everstep-arena", flags)
+            if directory is None:
+                fd = os.memfd_create("everstep-arena", flags)
+            else:
+                with tempfile.TemporaryFile(dir=directory) as file:
+                    fd = os.dup(file.fileno())
             try:
                 os.ftruncate(fd, round_up(size, _HUGE_PAGE_BYTES))
                 os.pwrite(fd, _HEAD.pack(_MAGIC, slot_count, documents_size, image_size, 0), 0)
@@ -356,13 +360,6 @@ class Arena:
         digest = xxhash.xxh3_64(repr(row).encode())
         digest.update(self.descriptor(slot, row))
         return digest.intdigest()
-
-
-def _new_file(directory: str) -> int:
-    path = os.path.join(directory, f".everstep-{secrets.token_hex(8)}")
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    os.unlink(path)
-    return fd
 
 
 def _is_sealed(fd: int) -> bool:

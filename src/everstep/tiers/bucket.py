@@ -69,7 +69,8 @@ class Bucket(Objects):
         self._creates_once = False
         self.written = 0
         """See Disk; of a large object what its upload has taken."""
-        self._offset_s: float | None = None
+        self._offset_s = 0.0
+        """How far the server's clock is ahead, as far as that is known."""
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
         """Publish what `pieces` bring; readers see what was there before, or all of it."""
@@ -127,7 +128,8 @@ class Bucket(Objects):
         return True
 
     def _probe(self) -> None:
-        """Whether the server creates conditionally. Raises Unsupported."""
+        """Whether the server creates conditionally; and what its clock says. Raises Unsupported,
+        Unavailable."""
         if self._creates_once:
             return
         path = f"probes/{secrets.token_hex(8)}"
@@ -135,6 +137,9 @@ class Bucket(Objects):
             with self._telling("trying to create", path, 0):
                 creates = not self._refuses_to_create(path) and self._create(path, b"first")
                 creates = creates and not self._create(path, b"again")
+                if creates:
+                    there: datetime = self._api.head(self._store, path)["last_modified"]
+                    self._offset_s = there.timestamp() - time.time()
         except Missing as error:
             raise Unavailable(f"{error}. Make the bucket first") from error
         finally:
@@ -171,17 +176,8 @@ class Bucket(Objects):
 
     def now(self) -> float:
         """The time by the server's clock; by this one's where nothing can be written there."""
-        if self._offset_s is None:
-            path = f"probes/{secrets.token_hex(8)}"
-            try:
-                with self._telling("looking at the clock of", path, 0):
-                    self._api.put(self._store, path, b"now")
-                    there: datetime = self._api.head(self._store, path)["last_modified"]
-                self._offset_s = there.timestamp() - time.time()
-            except (Missing, Unavailable):
-                return time.time()
-            finally:
-                self.forget([path])
+        with contextlib.suppress(Unsupported, Unavailable):
+            self._probe()
         return time.time() + self._offset_s
 
     def read(self, path: str) -> bytes:
