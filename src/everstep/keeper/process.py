@@ -1,8 +1,8 @@
 """The keeper's process: one per user, store and node.
 
-One thread waits for messages and deaths, and never blocks; each session (one attachment of one
-trainer) has a worker thread that takes its jobs in order, so that a trainer that hangs, or a disk
-that does, holds up nobody else.
+One thread waits for messages and deaths, and blocks for greetings alone; each session (one
+attachment of one trainer) has a worker thread that takes its jobs in order, so that a trainer that
+hangs, or a disk that does, holds up nobody else.
 
 A trainer that goes, by death or by a closed socket, leaves an *orphan* session: its sealed jobs are
 finished, its arena stays as the memory tier until a successor adopts it or commits on its own. At
@@ -44,8 +44,8 @@ SILENCE_S = 30.0
 FIRST_S = 10.0
 """How long it waits for the trainer that started it."""
 
-GREETING_S = 5.0
-"""How long a connection may take to say who it is."""
+GREETING_S = 1.0
+"""How long a connection may take to say who it is: who has connected says so at once."""
 
 HALF_STEP_S = 5.0
 """How long somebody who restores waits for a step of others, of which some ranks are dead, and some
@@ -78,7 +78,6 @@ class Keeper:
         self._home = home
         self._idle_s = idle_s
         self._sessions: list[Session] = []
-        self._strangers: dict[socket.socket, float] = {}
         self._settling: list[tuple[Session, int, float]] = []
         self._selector = selectors.DefaultSelector()
         self._selector.register(home.listener, selectors.EVENT_READ, self._accept)
@@ -147,17 +146,10 @@ class Keeper:
             log.warning("accepting a connection: %r", error)
             time.sleep(0.05)  # out of descriptors, most likely; the others are served meanwhile
             return
-        if len(self._strangers) + len(self._sessions) >= SESSIONS_MAX:
-            log.warning("refused a connection: there are %s", SESSIONS_MAX)
-            connection.close()
-            return
-        connection.setblocking(False)
-        self._strangers[connection] = time.monotonic() + GREETING_S
-        self._selector.register(connection, selectors.EVENT_READ, lambda: self._greet(connection))
-
-    def _greet(self, connection: socket.socket) -> None:
-        """Hear who a stranger is."""
+        connection.settimeout(GREETING_S)
         try:
+            if len(self._sessions) >= SESSIONS_MAX:
+                raise ConnectionError(f"there are {SESSIONS_MAX}")
             pid = wire.check_peer(connection)
             received = wire.receive(connection)
             if received is None:
@@ -167,13 +159,13 @@ class Keeper:
             self._attach(connection, pid, hello)
         except Exception as error:  # noqa: BLE001 - whatever a stranger says, the others are served
             log.warning("refused a connection: %r", error)
-            self._dismiss(connection)
+            connection.close()
 
     def _attach(self, connection: socket.socket, pid: int, hello: wire.Message) -> None:
-        """Make a stranger's session, or resume it."""
+        """Make the session of who has connected, or resume it."""
         if hello["type"] == "status":
             wire.send(connection, self._status())
-            self._dismiss(connection)
+            connection.close()
             return
         if hello["type"] != "attach":
             raise ValueError("the first message must be attach")
@@ -189,9 +181,9 @@ class Keeper:
         self._unplug(session)
         address = self._service and self._service.address
         reply = {"type": "attached", "id": -1, "pid": os.getpid(), "address": address}
+        connection.setblocking(False)
         session.resume(connection, reply)
-        del self._strangers[connection]
-        self._selector.modify(connection, selectors.EVENT_READ, lambda: self._drain(session))
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._drain(session))
         self._last_use = time.monotonic()
         for copies in (session.team.writer.remote, session.team.replica):
             for message in copies.news() if copies else ():
@@ -273,12 +265,6 @@ class Keeper:
         """Any thread."""
         for session in list(self._sessions):
             session.tell(message)
-
-    def _dismiss(self, stranger: socket.socket) -> None:
-        if stranger in self._strangers:
-            del self._strangers[stranger]
-            self._selector.unregister(stranger)
-        stranger.close()
 
     def _unplug(self, session: Session) -> None:
         if session.connection:
@@ -416,11 +402,8 @@ class Keeper:
                 break
 
     def _end_silence(self) -> None:
-        """Give up connections that said nothing, and trainers that did not come back."""
+        """Give up trainers that did not come back."""
         now = time.monotonic()
-        for stranger in [each for each, until in self._strangers.items() if now > until]:
-            log.warning("refused a connection: it said nothing for %s s", GREETING_S)
-            self._dismiss(stranger)
         for session in self._sessions:
             session.team.end_silence(SILENCE_S)
             if session.silent_since is not None and now - session.silent_since > SILENCE_S:
