@@ -61,7 +61,8 @@ def directory(tmp_path):
 def spilled_bytes(keeper):
     """What a keeper's files without a name take, at one moment."""
     with stopped(keeper):
-        fds = [fd for fd, name in descriptors(keeper).items() if "/.everstep-" in name]
+        named = descriptors(keeper).items()
+        fds = [fd for fd, name in named if "(deleted)" in name and "memfd:" not in name]
         found = {}
         for fd in fds:
             each = os.stat(f"/proc/{keeper}/fd/{fd}")
