@@ -149,16 +149,6 @@ def _send_until_dropped(connection):
     return False
 
 
-def test_another_trainers_arena_is_not_taken(store):
-    with Trainer(store) as trainer:
-        trainer.start().save(1)
-        thief = _stranger(store, HELLO)
-        assert wire.receive(thief)[0]["type"] == "attached"
-        wire.send(thief, {"type": "arenas", "arenas": ["mine"]}, [trainer.arena.fd])
-        assert _is_dropped(thief)
-        trainer.save(2)
-
-
 def test_another_protocol_is_refused_and_an_unused_keeper_makes_way(store):
     with Trainer(store) as trainer:
         keeper = trainer.keeper

@@ -26,7 +26,7 @@ from everstep.keeper.live_replica import KEY, LiveReplica
 from everstep.keeper.measured import available_memory
 from everstep.keeper.ranks.team import Team
 from everstep.keeper.serve import Service
-from everstep.keeper.session import KEY_LENGTH_MAX, Session
+from everstep.keeper.session import Session
 from everstep.store import retain
 from everstep.store.presence import Presence
 from everstep.tiers.memory import Memory
@@ -89,7 +89,7 @@ class Keeper:
         """Those to the remote tier, by how they were asked for: one at most."""
         self._live: LiveReplica | None = None
         self._leaving = False
-        self._looked_home = self._told = time.monotonic()
+        self._told = time.monotonic()
         self._last_use = time.monotonic() + FIRST_S
         self._written_told = 0
 
@@ -300,7 +300,9 @@ class Keeper:
         """`fds`: those that are left in it are closed by the caller."""
         match message:
             case {"type": "arenas", "arenas": list(keys)}:
-                self._take_arenas(session, keys, fds)
+                for key in keys:
+                    session.take_arena(key, fds.pop(0))
+                session.look_at(keys)
             case {"type": "claim", "id": int()}:
                 session.team.claim(message, session.local, session)
             case {"type": "settle", "id": int(number)}:
@@ -319,19 +321,6 @@ class Keeper:
                 self._abandon(session)
             case _:
                 session.hear(message)
-
-    def _take_arenas(self, session: Session, keys: list[str], fds: list[int]) -> None:
-        are_keys = all(type(key) is str and len(key) <= KEY_LENGTH_MAX for key in keys)
-        if len(keys) != len(fds) or not are_keys:
-            raise ValueError("an arena needs a short key and one descriptor")
-        given = {(found.st_dev, found.st_ino) for found in map(os.fstat, fds)}
-        for other in self._sessions:
-            held = {arena.identity for arena in list(other.arenas.values())}
-            if other is not session and given & held:
-                raise ValueError(f"the arena belongs to trainer {other.pid}")
-        for key in keys:
-            session.take_arena(key, fds.pop(0))
-        session.look_at(keys)
 
     def _answer_settled(self) -> None:
         """Hand the orphans' arenas over for reading, once their jobs are finished."""
@@ -453,11 +442,8 @@ class Keeper:
             session.tell({"type": "progress"})
 
     def _look_after_home(self) -> None:
-        """Once a second: where somebody has taken lock or socket away, those who come from now on
-        get another keeper."""
-        if time.monotonic() - self._looked_home < 1.0:
-            return
-        self._looked_home = time.monotonic()
+        """Where somebody has taken lock or socket away, those who come from now on get another
+        keeper."""
         try:
             self._home.look_after_log()
             if not self._leaving and not self._home.is_found():

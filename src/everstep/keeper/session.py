@@ -28,14 +28,11 @@ from everstep.keeper import wire
 from everstep.keeper.arena import OPTIMIZER, SPILL, SUBMITTED, Arena, Row, SlotState
 from everstep.keeper.job import ALL, Gap, Job
 from everstep.keeper.ranks.team import Team
-from everstep.keeper.spill import FILES_MAX, Spill
+from everstep.keeper.spill import Spill
 from everstep.keeper.wire import TEXT_MAX
 from everstep.keeper.writer import Outcome
 
 log = logging.getLogger("everstep.keeper")
-
-ARENAS_MAX = 16
-KEY_LENGTH_MAX = 64
 
 
 class Session:
@@ -108,18 +105,12 @@ class Session:
     # ---- arenas ----------------------------------------------------------------------------
 
     def take_arena(self, key: str, fd: int) -> None:
-        """Map an arena that the trainer gave, or gives again; owns `fd`. Raises ValueError,
-        Corrupt, OSError."""
-        arena, known, is_spill = Arena(fd), self.arenas.get(key), key.startswith(SPILL)
-        if known and known.identity == arena.identity:
+        """Map an arena that the trainer gives (again); owns `fd`. Raises Corrupt, OSError."""
+        arena = Arena(fd)
+        if key in self.arenas:
             arena.close()
-            return
-        is_odd = known is not None or (is_spill and not self.spill)
-        count = sum(each.is_file == is_spill for each in self.arenas.values())
-        if is_odd or count >= (2 * FILES_MAX if is_spill else ARENAS_MAX):
-            arena.close()
-            raise ValueError(f"an arena of {arena.size} bytes, after {count}")
-        self.arenas[key] = arena
+        else:
+            self.arenas[key] = arena
 
     def look_at(self, keys: Collection[str]) -> None:
         """Tell what became of the jobs of these arenas, as a former keeper may have died before it

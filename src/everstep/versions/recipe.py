@@ -1,15 +1,4 @@
-"""A recipe of a merge: which layers of which checkpoints, as TOML.
-
-    base = { store = "runs/gpt", step = 5000 }
-    [[take]]
-    from = { store = "runs/other", tag = "best" }
-    tensors = "model.blocks.{0..3}.**"
-    rename = { "model.blocks" = "model.layers" }
-    optimizer = false                                (the base's own optimizer state stays)
-
-In a pattern `*` stands for what has no dot, `**` for anything, `{0..3}` for these numbers, `{a,b}`
-for one of these words.
-"""
+"""A recipe of a merge: which layers of which checkpoints, as TOML. docs/versions.md has one."""
 
 import re
 import tomllib
