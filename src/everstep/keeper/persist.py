@@ -87,6 +87,8 @@ class Save:
         """Of its manifest; None where it was on the disk already, perhaps as another."""
         self._writer = writer
         self._before = before
+        self._encoded: bytes | None = None
+        """Its manifest, where this node alone has all of it already."""
         self._began = time.monotonic()
         self._exists = self._is_begun = self._is_told = self._was_given_up = False
         self._outcome: Outcome | None = None
@@ -176,9 +178,9 @@ class Save:
         if self._share is None or self._share.is_record:
             self._manifest = _with_part(self._manifest, record, self._part)
             if not job.nodes:  # else no node has all images, nor knows all of the manifest
-                document = encode_manifest(self._manifest)
-                job.put_manifest(document)
-                self.digest = None if self._exists else digest_of(document)
+                self._encoded = encode_manifest(self._manifest)
+                job.put_manifest(self._encoded)
+                self.digest = None if self._exists else digest_of(self._encoded)
         for each in job.jobs:
             each.written = True
         announce_written(job)
@@ -264,7 +266,7 @@ class Save:
         elif self.job.nodes:
             manifest, self.digest = self.job.nodes.commit(manifest, self._own, document)
         elif self.publishes:
-            encoded = encode_manifest(manifest)
+            encoded = self._encoded or encode_manifest(manifest)
             commit.publish(disk, manifest, encoded, tables)
             self.digest = digest_of(encoded)
         is_new_state = not self._exists and (share or not manifest.previous)

@@ -74,8 +74,12 @@ class StillPacks:
         self._last[document] = _Last(digests, frozenset())
         for oldest in list(self._last)[:-_TABLES_MAX]:
             del self._last[oldest]
-        same = list(map(eq, last.digests, digests)) if last else []
-        if last is None or not (any(same) or any(pack.still for pack in table.packs)):
+        if last is None:
+            return {}
+        same = list(map(eq, last.digests, digests))
+        headers = {pack.digest for pack in table.packs}  # which are always the same
+        has_same = any(each and number not in headers for number, each in enumerate(same))
+        if not (has_same or any(pack.still for pack in table.packs)):
             return {}
         noisy, fresh, quiet = dict[str, bool](), dict[str, bool](), set[str]()
         fresh_size, size = 0, sum(pack.size for pack in table.packs)
