@@ -35,8 +35,11 @@ def run(args: argparse.Namespace) -> Answer:
     if args.json:
         return Answer(status(path), ())
     if args.openmetrics:
+        file = Path(args.openmetrics)
+        draft = file.with_name(f".{file.name}.{os.getpid()}")
         for found in _snapshots(path, args.interval):
-            _replace(Path(args.openmetrics), "".join(f"{line}\n" for line in openmetrics(found)))
+            draft.write_text("".join(f"{line}\n" for line in openmetrics(found)))
+            draft.replace(file)  # a reader sees this one or the one before it
     else:
         _watch(path, args.interval)
     return Answer({}, ())
@@ -124,10 +127,3 @@ def openmetrics(found: dict[str, Any]) -> Iterator[str]:
             if each == name:
                 yield f"everstep_{name}{'_total' * is_counter}{{{label}}} {value}"
     yield "# EOF"
-
-
-def _replace(path: Path, content: str) -> None:
-    """So that a reader sees this one or the one before it."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(content)
-    draft.replace(path)

@@ -16,6 +16,7 @@ import selectors
 import socket
 import threading
 import time
+from typing import Any
 
 from everstep.format.manifest import CheckpointName
 from everstep.keeper import wire
@@ -213,11 +214,11 @@ class Keeper:
         said = {"type": "status", "pid": os.getpid(), "bytes_written": self._disk.written}
         return said | {"trainers": sessions, "tiers": tiers}
 
-    def _serve_others(self, wanted: object) -> None:
+    def _serve_others(self, wanted: list[Any] | None) -> None:
         """Those of other nodes: where a former keeper of this run did, or at a new address."""
         if wanted is not None and self._service is None:
             try:
-                self._service = Service(self._memory, self._disk, Address.of(wanted))
+                self._service = Service(self._memory, self._disk, Address(*wanted))
             except OSError as error:
                 log.warning("serving other nodes: %s. They do without this one", error)
 
@@ -226,7 +227,7 @@ class Keeper:
         IndexError."""
         node = (place.node - 1) % place.nodes
         before = partners["nodes"][node] if partners["replicates"] else None
-        source = Peer(Address.of(before), "store") if before else None
+        source = Peer(Address(*before), "store") if before else None
         if self._service:
             self._service.meet(str(partners["run"]), source, place.parts_of(node))
 

@@ -65,7 +65,7 @@ def meet(world: World, client: Client, disk: Tier, run: str, replicates: bool) -
             f"meeting the other nodes: the keepers of nodes {missing} do not serve (their logs say "
             f"why), and nodes that share no directory save through them"
         )
-    addresses = {node: Address.of(address) for node, address in known.items() if address}
+    addresses = {node: Address(*address) for node, address in known.items() if address}
     nodes = [addresses.get(node) for node in range(place.nodes)]
     client.meet({"run": run, "nodes": nodes, "replicates": replicates})
     world.gather("the nodes have met", None)

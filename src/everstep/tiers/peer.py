@@ -124,14 +124,6 @@ class Address(NamedTuple):
     port: int
     secret: str
 
-    @classmethod
-    def of(cls, said: Any) -> "Address":
-        """From a message. Raises ValueError, TypeError."""
-        host, port, secret = said
-        if type(host) is not str or type(port) is not int or len(bytes.fromhex(secret)) < 16:
-            raise ValueError(f"an address of a partner: {host!r}, {port!r}")
-        return cls(host, port, secret)
-
 
 class Peer(Objects):
     """A tier that another process serves (keeper/serve.py). Thread-safe: each call takes one of a

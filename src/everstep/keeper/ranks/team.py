@@ -103,7 +103,7 @@ class Team:
         them; of the next one, whether it holds what this one commits. Raises ValueError, KeyError,
         TypeError or IndexError."""
         place, found, own = self.place, dict(enumerate(partners["nodes"])), None
-        known = {node: Address.of(said) for node, said in found.items() if said}
+        known = {node: Address(*said) for node, said in found.items() if said}
         if self._nodes and place.own_store:
             memories = [Peer(address) for address in known.values()]
             away_s = 0.0 if place.commits else AWAY_S  # who commits asks again by itself
