@@ -10,9 +10,9 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
+from everstep.cli.demo.command import show, verdict
 from everstep.cli.demo.events import SPREAD_EVERY, Event, Settings, Strategy
 from everstep.cli.demo.report import make_report
-from everstep.cli.demo.table import show, verdict
 from everstep.cli.main import main
 from examples import slow
 from stores import end_keeper
