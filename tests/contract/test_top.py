@@ -81,13 +81,14 @@ def test_two_runs_of_a_store_are_one_series(running, capsys):
     assert len(names) == len(set(names))
 
 
-def test_a_textfile_is_replaced_whole(running, tmp_path):
+def test_a_textfile_is_replaced_whole(running, tmp_path, monkeypatch):
     store, _ = running
     end = top._snapshots(str(store), 0.01)
     assert next(end)["tiers"]
     path = tmp_path / "everstep.prom"
-    top._replace(path, "old\n")
-    top._replace(path, "".join(f"{line}\n" for line in top.openmetrics(next(end))))
+    path.write_text("old\n")
+    monkeypatch.setattr(top, "_snapshots", lambda *_: [next(end)])
+    assert main(["top", str(store), "--openmetrics", str(path)]) == 0
     assert path.read_text().endswith("# EOF\n")
     assert list(tmp_path.glob(".*")) == []
 
