@@ -47,7 +47,8 @@ def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes |
         return None
     import numpy as np
 
-    zeros = _zero_planes(data, item_size)
+    bits = int(np.bitwise_or.reduce(np.frombuffer(data, f"<u{item_size}", count)))
+    zeros = [byte == 0 for byte in bits.to_bytes(item_size, "little")]
     items = np.frombuffer(data, np.uint8, count * item_size).reshape(count, item_size)
     compressor = _compressor() if entropy else None
     shares = [
@@ -138,15 +139,6 @@ def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...
             f"go with an encoding of {len(source)}"
         )
     return stored
-
-
-def _zero_planes(data: memoryview, item_size: int) -> list[bool]:
-    """For each plane, whether all of its bytes are zero."""
-    import numpy as np
-
-    items = np.frombuffer(data, f"<u{item_size}", data.nbytes // item_size)
-    bits = int(np.bitwise_or.reduce(items))
-    return [byte == 0 for byte in bits.to_bytes(item_size, "little")]
 
 
 def _expected_share(

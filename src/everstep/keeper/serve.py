@@ -113,8 +113,11 @@ class Service(socketserver.ThreadingTCPServer):
                     return json.dumps(tier.list(path)).encode()
                 if op == "read":
                     return tier.read(path)
-                if op == "range":
-                    return _range(tier, path, wire.number(message["offset"]), message["count"])
+                if op == "range" and (count := wire.number(message["count"])) <= RANGE_BYTES_MAX:
+                    offset, data = wire.number(message["offset"]), memoryview(bytearray(count))
+                    with closing(tier.open(path)) as reader:
+                        reader.read_into(offset, data)
+                    return data
         raise ValueError(f"no request: {str(message)[:200]}")
 
     def _hold(self, name: CheckpointName | None, link: Link) -> Message:
@@ -136,12 +139,3 @@ class Service(socketserver.ThreadingTCPServer):
             files = [link.path for link in manifest.files]
             memory.keep_only({names.manifest_path(name), names.STORE, *epochs, *files})
         return {"checkpoints": [str(each) for each in copied.checkpoints], "bytes": copied.bytes}
-
-
-def _range(tier: Readable, path: str, offset: int, count: int) -> memoryview:
-    if wire.number(count) > RANGE_BYTES_MAX:
-        raise ValueError(f"{count} bytes at once")
-    data = memoryview(bytearray(count))
-    with closing(tier.open(path)) as reader:
-        reader.read_into(offset, data)
-    return data
