@@ -5,11 +5,9 @@ A part is taken to be durable after
     write = stored bytes / link,  encode = Σ raw bytes / (speed of the encoder x free cores)
     the larger of the two + UNHIDDEN of the smaller
 
-since chunks are encoded while others are written, beside training and on few cores, so that not all
-of it is hidden. Without encoders that is raw bytes / link. An encoder is taken where the time falls
-by it: so no choice is slower than raw. To drop planes of zeros takes no longer than to write them,
-so that it is not counted. Where the figures come from, and when they are taken again:
-keeper/encoder.py.
+since chunks are encoded while others are written, beside training and on few cores. An encoder is
+taken where the time falls by it: so no choice is slower than raw. To drop planes of zeros takes no
+longer than to write them, so that it is not counted. Where figures come from: keeper/encoder.py.
 """
 
 from collections.abc import Mapping
