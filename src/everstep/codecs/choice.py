@@ -13,8 +13,8 @@ longer than to write them, so that it is not counted. Where figures come from: k
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from everstep.codecs import WORTH
 from everstep.codecs.codec import ZEROS
-from everstep.codecs.planes import WORTH
 
 FREE_CORES_MIN = 0.5
 """With less, training would pay: only what takes less time than the write that it saves is done."""

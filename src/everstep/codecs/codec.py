@@ -2,10 +2,11 @@
 
 All are lossless, and see one chunk at a time, of at most 4 MiB. A new one is a module with
 `encode` and `decode_into`, its name here and in ENCODERS, a case in `encode` and `decode_into`:
-choice.py and the keeper measure it by themselves.
+choice.py and the keeper measure it by themselves. Their modules, and with them numpy and zstandard,
+are loaded when something is encoded: the keeper starts without.
 """
 
-from everstep.codecs import difference, planes, zstd
+from everstep.codecs import WORTH
 from everstep.errors import Unsupported
 
 RAW = "raw"
@@ -34,12 +35,14 @@ def encode(
 ) -> bytes | None:
     """The encoding of a chunk of such items, or None where it would not save a tenth. `before`: of
     a difference, to what. Blocks, without the GIL; any number of threads may call it."""
+    from everstep.codecs import difference, planes, zstd
+
     if codec == DIFFERENCE:
         assert before is not None
         return difference.encode(data, before, item_size)
     if codec == ZSTD:
         found = zstd.encode(data)
-        return found if len(found) <= planes.WORTH * data.nbytes else None
+        return found if len(found) <= WORTH * data.nbytes else None
     assert codec in (ZEROS, PLANES)
     return planes.encode(data, item_size, entropy=codec == PLANES)
 
@@ -58,6 +61,8 @@ def master_of(codec: str | None) -> str | None:
 def decode_into(codec: str, encoded: memoryview, item_size: int, into: memoryview) -> None:
     """Write the raw bytes to `into`, which has their size. Raises Corrupt where it is no encoding
     of so many bytes, Unsupported for a codec that is not known here."""
+    from everstep.codecs import planes, zstd
+
     if codec == PLANES:
         planes.decode_into(encoded, item_size, into)
     elif codec == ZSTD:

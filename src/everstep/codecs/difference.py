@@ -3,20 +3,16 @@
 Items are taken for integers of their size, so that small differences of either sign have zeros
 above (docs/format.md, section 7); these are stored as byte planes (planes.py).
 
-Numpy is imported when it is first needed. Blocks stay in the cache, and the work is done without
-the GIL.
+Blocks stay in the cache, and the work is done without the GIL.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
 
 from everstep.codecs import planes
 from everstep.errors import Corrupt
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy as np
-    import numpy.typing as npt
 
 _BLOCK_BYTES = 1 << 16
 
@@ -24,8 +20,6 @@ _BLOCK_BYTES = 1 << 16
 def encode(data: memoryview, base: memoryview, item_size: int) -> bytes | None:
     """The difference of whole items to as many others, or None where it would not save a tenth.
     Blocks; any number of threads may call it."""
-    import numpy as np
-
     if data.nbytes % item_size or data.nbytes != base.nbytes:
         return None
     numbers, bits = np.empty(data.nbytes // item_size, f"<u{item_size}"), 8 * item_size
@@ -39,8 +33,6 @@ def encode(data: memoryview, base: memoryview, item_size: int) -> bytes | None:
 
 def decode_into(encoded: memoryview, base: memoryview, item_size: int, into: memoryview) -> None:
     """Write the bytes to `into`, which has their size. Raises Corrupt."""
-    import numpy as np
-
     if into.nbytes % item_size or into.nbytes != base.nbytes:
         raise Corrupt(f"decoding a difference: {into.nbytes} bytes, to {base.nbytes} of the base")
     planes.decode_into(encoded, item_size, into)
@@ -53,10 +45,8 @@ def decode_into(encoded: memoryview, base: memoryview, item_size: int, into: mem
 
 
 def _blocks(
-    numbers: "npt.NDArray[np.unsignedinteger]", *others: memoryview
-) -> "Iterator[list[npt.NDArray[np.unsignedinteger]]]":
-    import numpy as np
-
+    numbers: npt.NDArray[np.unsignedinteger], *others: memoryview
+) -> Iterator[list[npt.NDArray[np.unsignedinteger]]]:
     arrays = [numbers, *(np.frombuffer(each, numbers.dtype) for each in others)]
     step = _BLOCK_BYTES // numbers.itemsize
     for at in range(0, len(numbers), step):

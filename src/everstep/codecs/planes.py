@@ -5,27 +5,21 @@ has two planes of zeros, one of noise, and one (sign and seven bits of the expon
 code makes about a third as large. So each plane is stored in the way that suits it, as zeros, raw
 or as a Zstandard frame: docs/format.md (section 7) draws it. The store's digests, of the stored
 bytes, tell whether they are the ones that were written.
-
-Numpy and zstandard are imported when they are first needed: the keeper starts without them.
 """
 
 import struct
-from typing import TYPE_CHECKING
 
-from everstep.codecs import zstd
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from everstep.codecs import WORTH, zstd
 from everstep.errors import Corrupt
 from everstep.format.packs import CHUNK_BYTES
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-    import zstandard
 
 ITEM_SIZES = (1, 2, 4, 8)
 MAGIC = b"P1"
 PREFIX = struct.Struct("<2sBBI")
-WORTH = 0.9
-"""An encoding is used, of a plane or of the whole, only if it is at most this part of the raw."""
 SAMPLE_RUNS = 32
 SAMPLE_RUN_BYTES = 512
 
@@ -35,7 +29,7 @@ def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes |
 
     `data` is contiguous, at most 4 MiB, of any alignment, and is only read; the caller sees to it
     that nobody writes to it meanwhile. Without `entropy`, planes of zeros are dropped and nothing
-    else is done, for which zstandard is not needed. Equal bytes give equal encodings (with the same
+    else is done. Equal bytes give equal encodings (with the same
     version of zstandard). Blocks; any number of threads may call it, as the work is done without
     the GIL. Takes memory of up to about twice the encoding.
 
@@ -45,8 +39,6 @@ def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes |
     count = data.nbytes // item_size
     if count == 0:
         return None
-    import numpy as np
-
     bits = int(np.bitwise_or.reduce(np.frombuffer(data, f"<u{item_size}", count)))
     zeros = [byte == 0 for byte in bits.to_bytes(item_size, "little")]
     items = np.frombuffer(data, np.uint8, count * item_size).reshape(count, item_size)
@@ -91,8 +83,6 @@ def decode_into(encoded: memoryview | bytes, item_size: int, into: memoryview) -
         into.cast("B")[-tail_size:] = source[-tail_size:]
     if count == 0:
         return
-    import numpy as np
-
     raw = np.frombuffer(into, np.uint8, count * item_size)
     items = raw.reshape(count, item_size)
     if 0 in stored:
@@ -142,15 +132,13 @@ def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...
 
 
 def _expected_share(
-    plane: "npt.NDArray[np.uint8]", compressor: "zstandard.ZstdCompressor | None"
+    plane: npt.NDArray[np.uint8], compressor: zstandard.ZstdCompressor | None
 ) -> float:
     """What part of a plane's bytes is likely to be stored: 1.0 if it is not worth compressing.
 
     Told from runs spread evenly over it, so that rows of zeros are seen as well as the statistics
     of single bytes.
     """
-    import numpy as np
-
     if compressor is None:
         return 1.0
     runs = plane
@@ -161,14 +149,12 @@ def _expected_share(
     return share if share <= WORTH else 1.0
 
 
-def _compressor() -> "zstandard.ZstdCompressor":
+def _compressor() -> zstandard.ZstdCompressor:
     """Made anew for each call: it is cheap at this window, and no two threads may share one.
 
     A table of 64 entries and matches of seven bytes: nearly a pure Huffman coder, which still finds
     runs of equal bytes.
     """
-    import zstandard
-
     parameters = zstandard.ZstdCompressionParameters.from_level(
         1,
         strategy=zstandard.STRATEGY_FAST,

@@ -3,17 +3,13 @@ nothing is stored of it (docs/format.md, section 7).
 
 A float16 that is no number is never said to be rounded: processors differ in its bits.
 
-Numpy is imported when it is first needed. Blocks stay in the cache, and the work is done without
-the GIL.
+Blocks stay in the cache, and the work is done without the GIL.
 """
 
-from typing import TYPE_CHECKING
+import numpy as np
+import numpy.typing as npt
 
 from everstep.errors import Corrupt
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
 
 DTYPES = ("bfloat16", "float16")
 SOURCE = "float32"
@@ -23,8 +19,6 @@ _INFINITY = 0x7C00
 
 def is_rounded(data: memoryview, master: memoryview, dtype: str) -> bool:
     """Whether `data`, of that dtype, is the rounding of `master`; to the bit. Blocks."""
-    import numpy as np
-
     items = np.frombuffer(data, "<u2")
     if dtype == "float16" and np.any((items & 0x7FFF) > _INFINITY):
         return False
@@ -33,8 +27,6 @@ def is_rounded(data: memoryview, master: memoryview, dtype: str) -> bool:
 
 def rounded(master: memoryview, dtype: str) -> memoryview:
     """The rounding of float32 numbers, in new memory. Blocks. Raises Corrupt for another dtype."""
-    import numpy as np
-
     if dtype not in DTYPES or master.nbytes % 4:
         raise Corrupt(f"rounding {master.nbytes} bytes of float32 to {dtype}: that is not done")
     numbers = np.frombuffer(master, "<u4")
@@ -45,9 +37,7 @@ def rounded(master: memoryview, dtype: str) -> memoryview:
     return found.view("u1").data
 
 
-def _rounded(numbers: "npt.NDArray[np.uint32]", dtype: str) -> "npt.NDArray[np.uint16]":
-    import numpy as np
-
+def _rounded(numbers: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.uint16]:
     if dtype == "float16":
         with np.errstate(all="ignore"):
             return numbers.view("<f4").astype("<f2").view("<u2")

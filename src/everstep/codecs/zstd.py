@@ -1,6 +1,8 @@
 """A Zstandard frame (RFC 8878) of a chunk, for what is no noise: text, indices, tables, rows that
-come again. Zstandard is imported when it is first needed.
+come again.
 """
+
+import zstandard
 
 from everstep.errors import Corrupt
 from everstep.format.packs import CHUNK_BYTES
@@ -10,16 +12,12 @@ LEVEL = 1
 
 def encode(data: memoryview) -> bytes:
     """The frame. Blocks, without the GIL; any number of threads may call it."""
-    import zstandard
-
     return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
 
 
 def decode(frame: memoryview | bytes, size: int, what: str) -> bytes:
     """The `size` bytes in a frame, whose header is checked before memory is taken. Raises Corrupt,
     which names it as `what`."""
-    import zstandard
-
     try:
         header = zstandard.get_frame_parameters(frame)
         if header.content_size != size or header.window_size > CHUNK_BYTES:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from everstep.codecs import codec
 from everstep.codecs.choice import Figures, Sample, choose
-from everstep.codecs.rounded import DTYPES, SOURCE, is_rounded, rounded
 from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Previous
@@ -96,6 +95,8 @@ class _Layout:
 
     def find_masters(self, table: Table, view: View) -> None:
         """Look which chunks are rounded; blocks until all has arrived, if there can be any."""
+        from everstep.codecs.rounded import rounded
+
         self.masters = find_masters(table, view, SMALL_BYTES)
         if self.masters:
             _, dtype, elements = next(iter(self.masters.values()))
@@ -184,6 +185,8 @@ class Encoding:
         again before masters are looked for anew."""
         if not (master := self.layout.masters.get(chunk.digest)):
             return raw, None
+        from everstep.codecs.rounded import is_rounded
+
         elements = self.view(master.elements)
         with self.encoder.counting():
             is_equal = is_rounded(raw, elements, master.dtype)
@@ -304,6 +307,8 @@ def find_masters(table: Table, view: View, size_min: int) -> dict[int, Master]:
     names), by their digests; of pieces of at least `size_min` bytes, which have the same box. Told
     from a few elements, and proven where it is used. Blocks until all has arrived, if there can be
     any. Raises Unsupported where it never will."""
+    from everstep.codecs.rounded import DTYPES, SOURCE, rounded
+
     copies = _pieces(table, DTYPES, size_min)
     if not copies:
         return {}
