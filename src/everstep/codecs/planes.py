@@ -57,7 +57,8 @@ def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes |
             raw = frame if len(frame) < count else raw
         planes.append(raw)
     stored = [len(plane) for plane in planes]
-    header = PREFIX.pack(MAGIC, item_size, 0, data.nbytes) + _sizes(item_size).pack(*stored)
+    sizes = struct.pack(f"<{item_size}I", *stored)
+    header = PREFIX.pack(MAGIC, item_size, 0, data.nbytes) + sizes
     tail = data.cast("B")[count * item_size :]
     if len(header) + sum(stored) + len(tail) > WORTH * data.nbytes:
         return None
@@ -104,10 +105,6 @@ def _check_arguments(item_size: int, size: int) -> None:
         raise ValueError(f"{size} bytes at once; cut them into chunks of at most {CHUNK_BYTES}")
 
 
-def _sizes(item_size: int) -> struct.Struct:
-    return struct.Struct(f"<{item_size}I")
-
-
 def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...]:
     """The stored size of each plane, once all that the header says is known to hold."""
     header_size = PREFIX.size + 4 * item_size
@@ -121,7 +118,7 @@ def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...
             f"decoding byte planes: expected (magic, item size, 0, raw size) to be {expected}, "
             f"found {found}"
         )
-    stored: tuple[int, ...] = _sizes(item_size).unpack_from(source, PREFIX.size)
+    stored: tuple[int, ...] = struct.unpack_from(f"<{item_size}I", source, PREFIX.size)
     count, tail_size = divmod(size, item_size)
     if max(stored) > count or header_size + sum(stored) + tail_size != len(source):
         raise Corrupt(
