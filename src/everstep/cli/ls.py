@@ -1,12 +1,4 @@
-"""everstep ls: what a store holds, epoch by epoch, as it was written.
-
-epoch 1 · from nothing
-●    40
-●    80
-○ 120-1         left behind: epoch 2 went back to 80
-epoch 2 · from step 80 of epoch 1
-●   100
-"""
+"""everstep ls: what a store holds, epoch by epoch, as it was written."""
 
 import argparse
 from collections.abc import Collection, Iterator, Sequence

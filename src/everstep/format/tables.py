@@ -273,19 +273,19 @@ def tensor_from_json(row: Mapping[str, Any], pieces: tuple[Piece, ...] = ()) -> 
 
 
 def _entry_to_json(entry: TensorEntry) -> dict[str, Any]:
-    return {**tensor_to_json(entry), "pieces": list(map(_piece_to_json, entry.pieces))}
-
-
-def _piece_to_json(piece: Piece) -> dict[str, Any]:
-    return {
-        "offsets": piece.box.offsets,
-        "lengths": piece.box.lengths,
-        "pack": piece.pack,
-        "at": piece.offset,
-        "size": piece.size,
-        "digest": piece.digest,
-        "codec": "raw",
-    }
+    pieces = [
+        {
+            "offsets": piece.box.offsets,
+            "lengths": piece.box.lengths,
+            "pack": piece.pack,
+            "at": piece.offset,
+            "size": piece.size,
+            "digest": piece.digest,
+            "codec": "raw",
+        }
+        for piece in entry.pieces
+    ]
+    return {**tensor_to_json(entry), "pieces": pieces}
 
 
 _spec = lru_cache(maxsize=1 << 14)(Spec)

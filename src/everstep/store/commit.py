@@ -178,7 +178,12 @@ def publish(
     name = manifest.name
     with disk.locked(exclusive=False):
         check_epoch(disk, manifest.epoch, manifest.step)
-        _check_previous(disk, manifest)
+        behind = manifest.behind
+        if behind and not catalog.is_there(disk, behind.name):  # as nothing followed it till now
+            raise Unavailable(
+                f"saving step {manifest.step} to {disk.root}: {behind.name}, which it goes on "
+                f"from, was deleted meanwhile. A whole state is saved next"
+            )
         check_shared(disk, manifest, node)
         for table in tables:
             write_table(disk, table)
@@ -268,16 +273,3 @@ def check_shared(disk: Tier, manifest: Manifest, node: int | None = None) -> Non
                 f"saving step {manifest.step} to {disk.root}: {link.path}, which has what has not "
                 f"changed since an earlier step, was deleted meanwhile. It is written anew next"
             )
-
-
-def _check_previous(disk: Tier, manifest: Manifest) -> None:
-    """What it goes on from may have been deleted since, as nothing followed it. Raises
-    Unavailable."""
-    if manifest.behind is None:
-        return
-    name = manifest.behind.name
-    if not catalog.is_there(disk, name):
-        raise Unavailable(
-            f"saving step {manifest.step} to {disk.root}: {name}, which it goes on from, "
-            f"was deleted meanwhile. A whole state is saved next"
-        )

@@ -35,20 +35,15 @@ def current(
 ) -> Iterator[CheckpointName]:
     """The checkpoints of the run as seen from its newest epoch; `checkpoints`, and they, come from
     the newest to the oldest."""
-    limits, after = _limits(epochs), None
-    for name in checkpoints:
-        if name.step != after and name.step <= limits.get(name.epoch, -1):
-            after = name.step
-            yield name
-
-
-def _limits(epochs: Mapping[int, Epoch]) -> dict[int, float]:
-    """For each epoch from the newest back to the root: the last of its steps that still counts."""
+    # For each epoch from the newest back to the root: the last of its steps that still counts.
     limits: dict[int, float] = {}
     number: int | None = max(epochs, default=None)
-    limit = float("inf")
+    limit, after = float("inf"), None
     while number is not None and number in epochs and number not in limits:
         limits[number] = limit
         limit = min(limit, epochs[number].fork)
         number = epochs[number].parent
-    return limits
+    for name in checkpoints:
+        if name.step != after and name.step <= limits.get(name.epoch, -1):
+            after = name.step
+            yield name
