@@ -104,19 +104,11 @@ def test_the_newest_is_found_without_asking_for_the_others(tmp_path, steps):
     assert catalog.lineage(disk) == [*catalog.newest_first(disk)][::-1]
 
 
-def test_beside_a_replica_none_is_listed_unless_somebody_has_gone_on_elsewhere(tmp_path):
+def test_a_replica_is_taken_before_its_log_unless_somebody_has_gone_on_elsewhere(tmp_path):
     trainer, newest = make_store(tmp_path, [1, 2, 3]), CheckpointName(3, 1)
     held = {newest: SimpleNamespace(log_digest="of the log", is_committed=True)}
-    listed: list[str] = []
-
-    class Listed(Disk):
-        def list(self, directory: str) -> list[str]:
-            listed.append(directory)
-            return super().list(directory)
-
-    found = candidates(Listed(tmp_path), None, held)
+    found = candidates(trainer.disk, None, held)
     assert [next(found).name, next(found).name] == [newest, newest]  # from memory, then its log
-    assert names.CHECKPOINTS not in listed
     assert [each.name.step for each in found] == [2, 1]
     held[CheckpointName(4, 1)] = SimpleNamespace(log_digest=None, is_committed=False)
     assert next(candidates(trainer.disk, None, held)).name == (4, 1)

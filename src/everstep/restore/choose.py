@@ -298,23 +298,11 @@ def candidates(
     """What to try, best first. One where a step or tag was asked for, which raises Missing where it
     is not there. Of what lies in memory and is not committed the run goes on from what is newer
     than all that is."""
-    newest = _from_replica(disk, held) if reference is None else None
-    order = newest or _listed(disk, reference, held)
-    return (each for name in order for each in _ways(name, disk, held.get(name)))
-
-
-def _from_replica(
-    disk: Tier, held: Mapping[CheckpointName, Held]
-) -> Iterator[CheckpointName] | None:
-    """What a replica has come to is the newest that its keeper has committed, which nobody else
-    does in its epoch: where that is the last one, the others, of which there may be thousands, are
-    not listed before they are asked for."""
-    last = catalog.claimed(disk)[-1:]
-    newest = [name for name in held if held[name].log_digest and [name.epoch] == last]
-    if not newest or not all(state.is_committed for state in held.values()):
-        return None
-    others = (name for name in catalog.newest_first(disk) if name not in newest)
-    return itertools.chain(newest, others)
+    for name in _listed(disk, reference, held):
+        found = Candidate(name, disk, held.get(name))
+        yield found
+        if found.is_replica:  # the disk has no files of what lies there, but its log
+            yield Candidate(name, disk)
 
 
 def _listed(
@@ -330,10 +318,3 @@ def _listed(
         asked = (name for name in found if name.step == reference)
         return [next(asked, None) or catalog.find(disk, reference)]
     return itertools.chain(sorted(found, reverse=True), [newest] if newest else (), run)
-
-
-def _ways(name: CheckpointName, disk: Tier, held: Held | None) -> list[Candidate]:
-    """A checkpoint as it lies in memory; and where that is a replica's, of which the disk has no
-    files, as its log after that."""
-    found = Candidate(name, disk, held)
-    return [found, Candidate(name, disk)] if found.is_replica else [found]

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -129,10 +129,8 @@ class Whole:
                 f"everstep show {root} {step} lists the {len(known)} that it has"
             )
         chosen = known if names is None else {name: known[name] for name in names}
-        boxes = {name: self._whole_box(name) for name in chosen.values()}
-        versions = self._candidate.versions(self._base, {n: [box] for n, box in boxes.items()})
-        made = dict(self._filled(versions, list(boxes.items())))
-        return {name: made[first].tensor for name, first in chosen.items()}
+        made = dict(self.read(list(dict.fromkeys(chosen.values()))))
+        return {name: made[first] for name, first in chosen.items()}
 
     def read(self, names: Sequence[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """These tensors, row-major on the CPU, in this order; verified."""
@@ -145,7 +143,7 @@ class Whole:
         """Boxes of these tensors in this order, as `read`; one that is larger than BATCH_BYTES
         takes memory for all of it. The next are read while these are used."""
         rows = ((row, self.size(*row)) for row in wanted)
-        batches = map(partial(self._filled, self._versions), in_groups(rows, BATCH_BYTES))
+        batches = map(self._filled, in_groups(rows, BATCH_BYTES))
         with ThreadPoolExecutor(1, "everstep-ahead") as ahead:
             following = ahead.submit(next, batches, None)
             while made := following.result():
@@ -164,18 +162,15 @@ class Whole:
             versions = self._candidate.versions(self._base, boxes_of(wanted))
             fill(self._candidate, versions, wanted, self._loader)
 
-    def _filled(
-        self, versions: Sequence[Version], batch: Sequence[tuple[str, Box]]
-    ) -> list[tuple[str, LocalBox]]:
-        """New memory with these boxes. `versions`: what has them, of a state."""
+    def _filled(self, batch: Sequence[tuple[str, Box]]) -> list[tuple[str, LocalBox]]:
+        """New memory with these boxes."""
         if self._replayed is not None:
             return [(name, self._view(name, box)) for name, box in batch]
         made = []
         for name, box in batch:
             spec = replace(self.entries[name].spec, shape=box.lengths)
             made.append((name, LocalBox(box, empty(TensorEntry(spec, ())))))
-        places = gathered((self.entries[name], place) for name, place in made)
-        fill(self._candidate, versions, places, self._loader)
+        self.fill(gathered((self.entries[name], place) for name, place in made))
         return made
 
     def _view(self, name: str, box: Box) -> LocalBox:
