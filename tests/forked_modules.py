@@ -142,7 +142,7 @@ def _serve(*, has_torch: bool) -> None:
         import torch._dynamo  # noqa: F401 - the first optimizer would import it
 
         import everstep.offload.inner
-        import everstep.restore.replica  # noqa: F401
+        import everstep.restore.materialize  # noqa: F401
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -76,8 +76,7 @@ from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
 from everstep.keeper.writer import Writer
-from everstep.restore.fill import gathered
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, gathered
 from everstep.restore.materialize import packs_of
 from everstep.restore.store import Store
 from everstep.restore.whole import Whole

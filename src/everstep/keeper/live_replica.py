@@ -1,7 +1,7 @@
 """The live replica's process: who starts it, tells it of commits, and has its state when the
 trainer is gone.
 
-    commits ──note──▶ the newest of them, when the worker is free ──▶ restore.worker: a process
+    commits ──note──▶ the newest of them, when the worker is free ──▶ restore.replica: a process
     who restores ──lend──▶ an arena with the whole state, as those of dead trainers
 
 Invariants:
@@ -95,7 +95,7 @@ class LiveReplica:
     def _run(self) -> None:
         while not self._is_over:
             try:
-                self._worker = Worker("everstep.restore.worker", str(self._disk.root))
+                self._worker = Worker("everstep.restore.replica", str(self._disk.root))
                 self._serve(self._worker)
             except (EverstepError, OSError, ValueError) as error:
                 if not self._is_over:

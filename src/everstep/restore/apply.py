@@ -21,8 +21,7 @@ from everstep.redo.replay import redo
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
 from everstep.restore.derived import Derivation
-from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, is_same_memory
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, Wanted, boxes_of, fill, fill_from_live, is_same_memory
 from everstep.restore.rebuild import Rebuilt
 from everstep.restore.records import Records
 from everstep.sharding.layout import shards_of

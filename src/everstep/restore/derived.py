@@ -19,8 +19,7 @@ from everstep.redo.replay import Comparison, Loaded
 from everstep.redo.rolling_digest import known_digests
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, fill
 from everstep.sharding.layout import local_of
 from everstep.sharding.leaves import Leaf
 from everstep.state.placement import Placement, Saved

@@ -15,8 +15,7 @@ from everstep.redo.replay import redo
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import fill
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, fill
 from everstep.restore.records import Records
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.redundancy import OFFLOADED

@@ -17,8 +17,7 @@ from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
 from everstep.restore.deliver import Delivery
-from everstep.restore.fill import fill_part
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, fill_part
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
 from everstep.sharding.ranked import own_name, unowned
 from everstep.sharding.world import World

@@ -1,5 +1,8 @@
 """The live replica: a log's newest state in shared memory, brought on by each record as it comes.
 
+    python -m everstep.restore.replica STORE     the worker (keeper/workers.py) that holds it, for a
+                                                 keeper (keeper/live_replica.py)
+
     record t (arena, else disk) ──▶ the optimizers, on tensors that lie in an arena of their own
     lend ──▶ that arena's slot is sealed: a whole state, as a dead trainer's arena holds one
     base ──▶ the same image, as state.json beside record t
@@ -11,17 +14,26 @@ Invariants:
   other bits is Unsupported, and what does not compare with the run's digests is Corrupt.
 """
 
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from everstep.errors import Conflict, Missing, Unsupported
 from everstep.format.global_tensors import Described
 from everstep.format.manifest import CheckpointName, Manifest, encode_manifest
+from everstep.keeper import wire
 from everstep.keeper.arena import Arena, SlotState
 from everstep.keeper.data import Data
 from everstep.keeper.encoder import Encoder
 from everstep.keeper.ranks.node_save import REPLICA
+from everstep.keeper.workers import Sent, serve
 from everstep.keeper.writer import Writer
 from everstep.offload.memory import Memory
 from everstep.restore.chain import Chain
@@ -30,10 +42,15 @@ from everstep.restore.load import Loader
 from everstep.restore.materialize import described, publish, whole_manifest
 from everstep.restore.rebuild import Rebuilt
 from everstep.store import catalog, commit
-from everstep.tiers.tier import Tier
+from everstep.tiers.tier import Tier, tier_at
 
 _DIGEST_BYTES = 64
 """Of a manifest, about, for each chunk."""
+LATE_S = 2.0
+"""How long it gives way to all else that this machine does, with what it is asked for. Where there
+is no time that nobody wants it takes its share then: a replica that never comes is of no use."""
+
+_LOWEST, _FAIR = 19, 0
 
 
 class Replica:
@@ -64,7 +81,8 @@ class Replica:
         every = self._state and self._state.chain.last.manifest.capture.get("base_every")
         if type(every) is not int or self._records < every:
             return False
-        with suppress(Missing, Conflict):  # retention was quicker; or another writer goes on
+        # Retention was quicker, or another writer goes on.
+        with contextlib.suppress(Missing, Conflict):
             self._write_base(name)
             return True
         return False
@@ -153,3 +171,64 @@ class Replica:
         for name, tensor in tensors.items():
             self._memory.take(name, tensor)
         return self._memory
+
+
+# ---- its process ---------------------------------------------------------------------------------
+
+
+class Follower:
+    """Is asked to `follow` the checkpoint that was committed last, which may still lie in arenas,
+    and to lend the state, if who restores waits for it. Answers how far it has come, whether it has
+    written a base, and with the state's arena."""
+
+    def __init__(self, store: str) -> None:
+        self._replica = Replica(tier_at(store))
+        signal.signal(signal.SIGALRM, lambda *_: set_priority(_FAIR))
+        set_priority(_LOWEST)
+
+    def answer(self, message: wire.Message, fds: list[int]) -> Sent:
+        """Raises what keeps the replica from following."""
+        arenas, name = list(map(Arena, fds)), message["name"]
+        signal.setitimer(signal.ITIMER_REAL, LATE_S)
+        has_base = bool(name) and self._replica.follow(CheckpointName(*name), arenas)
+        lent = None
+        if message["lends"]:  # somebody waits for it
+            set_priority(_FAIR)
+            lent = self._replica.lend()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        set_priority(_LOWEST)
+        said = {"name": self._replica.at, "seconds": time.process_time(), "has_base": has_base}
+        return {"type": "replica", **said}, [lent.fd] if lent else []
+
+
+def set_priority(nice: int) -> None:
+    """Of all threads. What the system does not allow is left out."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PGRP, 0, nice)
+    with contextlib.suppress(OSError):  # else a session of its own would have a fair share
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
+def end_with_owner() -> None:
+    """End at once when the keeper is gone, and delete what is half written."""
+    end = select.poll()
+    end.register(0, select.POLLRDHUP)
+
+    def watch() -> None:
+        end.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """Serve until the keeper is gone."""
+    end_with_owner()
+    with contextlib.suppress(OSError):  # be the first that goes when memory runs out
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    return serve(Follower(sys.argv[1]).answer)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,8 +24,7 @@ from everstep.format.tables import TensorEntry
 from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, objects_tensors
 from everstep.restore.choose import Candidate
-from everstep.restore.fill import Wanted, boxes_of, fill, fill_from_live, gathered
-from everstep.restore.load import Loader
+from everstep.restore.load import Loader, Wanted, boxes_of, fill, fill_from_live, gathered
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import Leaf

@@ -232,12 +232,17 @@ def has_shape_of(parameter: torch.Tensor, value: torch.Tensor, key: str = "") ->
     return value.shape == parameter.shape and not (key == "step" and value.ndim == 0)
 
 
+def lies_like(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether the local memory of a tensor lies as the parameter's does."""
+    own, other = local_of(parameter), local_of(tensor)
+    is_same = own.stride() == other.stride() or (own.is_contiguous() and other.is_contiguous())
+    return own.shape == other.shape and is_same
+
+
 def memory_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """The local memory of a tensor, which lies as the parameter's does. Raises Unsupported."""
     own, other = local_of(parameter), local_of(tensor).detach()
-    if own.shape != other.shape or (
-        own.stride() != other.stride() and not (own.is_contiguous() and other.is_contiguous())
-    ):
+    if not lies_like(own, other):
         raise Unsupported(
             f"capturing shards: a tensor of shape {list(other.shape)} and strides "
             f"{list(other.stride())} does not lie as its parameter does, of shape "

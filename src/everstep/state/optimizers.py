@@ -16,7 +16,7 @@ from everstep.errors import Mismatch, Unsupported
 from everstep.format.tables import TensorEntry
 from everstep.sharding.layout import is_dtensor, local_of
 from everstep.sharding.leaves import Guard, Leaf, bytes_of, check_tensor
-from everstep.sharding.mapped import Mapped, StateOf, memory_like
+from everstep.sharding.mapped import Mapped, StateOf, lies_like, memory_like
 from everstep.sharding.redundancy import (
     fetch_hyperparameters,
     inner_of,
@@ -207,10 +207,11 @@ class OptimizerState:
             placement.problems.append(f"missing: the checkpoint has no optimizer {self.name!r}")
             return
         with as_stored(f"restoring {self.name!r}"):
-            self._prepare(placement, saved)
+            self._prepare(placement, saved, placement.stored(self.name) or {})
 
-    def _prepare(self, placement: Placement, saved: Mapping[str, Any]) -> None:
-        objects = placement.stored(self.name) or {}
+    def _prepare(
+        self, placement: Placement, saved: Mapping[str, Any], objects: Mapping[str, Any]
+    ) -> None:
         names = {name: parameter for _, name, parameter, _ in self.parameters()}
         known = {each for name, own in names.items() for each in self.mapped.names(name, own)}
         for name in sorted(known - saved["groups"].keys()):
@@ -229,7 +230,7 @@ class OptimizerState:
             placement.then(lambda: self.optimizer.load_state_dict(state_dict))
             return
         self._prepare_groups(placement, saved)
-        self._prepare_state(placement, saved, objects, names)
+        self._prepare_state(placement, objects, names)
 
     def _state_leaves(self, name: str, parameter: torch.Tensor, guard: Guard) -> list[Leaf]:
         found: list[Leaf] = []
@@ -270,11 +271,7 @@ class OptimizerState:
         placement.then(partial(spread_hyperparameters, self.optimizer))
 
     def _prepare_state(
-        self,
-        placement: Placement,
-        saved: Mapping[str, Any],
-        objects: Mapping[str, Any],
-        names: Mapping[str, torch.Tensor],
+        self, placement: Placement, objects: Mapping[str, Any], names: Mapping[str, torch.Tensor]
     ) -> None:
         offloaded = offloaded_of(self.optimizer)
         if offloaded:
@@ -287,7 +284,7 @@ class OptimizerState:
                 # Tensors in its lists, which are in a record, too: a replay has brought them.
                 placement.decode(plain.get(name))
             elif is_here(self.optimizer, parameter):
-                state = self._state_of(placement, saved, plain, name, parameter)
+                state = self._state_of(placement, plain, name, parameter)
             else:
                 continue
             if state:
@@ -306,16 +303,12 @@ class OptimizerState:
         placement.then(install)
 
     def _state_of(
-        self,
-        placement: Placement,
-        saved: Mapping[str, Any],
-        plain: Mapping[str, Any],
-        name: str,
-        parameter: torch.Tensor,
+        self, placement: Placement, plain: Mapping[str, Any], name: str, parameter: torch.Tensor
     ) -> dict[str, Any]:
         """What is to be kept of a parameter, when its tensors have arrived. Of one that consists of
         boxes: in its own shape where the state of their tensors has theirs, else what all of them
         have, which must be the same. `plain`: by parameter, what is no tensor."""
+        saved = placement.saved.optimizers[self.name]
         sets = placement.saved.manifest.hyperparameters.get(self.name, [])
         names = self.mapped.names_here(name, parameter)
         offloaded = offloaded_of(self.optimizer)
@@ -339,8 +332,12 @@ class OptimizerState:
                 state[key] = _destination(placement, full[first], live.get(key), like, device)
                 placement.late.add(entry.spec.name)
             elif _follows(placement.saved, full, parameter, self.mapped, key):
-                dtype = entry.spec.dtype
-                state[key] = self._boxes(placement, key, parameter, dtype, live.get(key), device)
+                dtype = getattr(torch, entry.spec.dtype)
+                state[key] = _like(parameter, live.get(key), dtype, device)
+                memory = memory_like(parameter, state[key])
+                for piece in self.mapped.split(parameter) or ():
+                    each = f"{self.name}.{piece.name}.{key}"
+                    placement.into_box(each, piece.shape, piece.box, piece.of(memory))
             else:
                 state[key] = _common(placement, full, device)
         values = {each: plain.get(each, {}) for each in names}
@@ -353,26 +350,6 @@ class OptimizerState:
         if names:
             state.update(placement.decode(values[names[0]]))
         return state
-
-    def _boxes(
-        self,
-        placement: Placement,
-        key: str,
-        parameter: torch.Tensor,
-        dtype_name: str,
-        live: Any,
-        device: torch.device,
-    ) -> torch.Tensor:
-        dtype: torch.dtype = getattr(torch, dtype_name)
-        if not _fits(live, parameter, dtype, device):
-            # zeros: padding belongs to no tensor
-            live = torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
-        assert isinstance(live, torch.Tensor)
-        memory = memory_like(parameter, live)
-        for piece in self.mapped.split(parameter) or ():
-            full = f"{self.name}.{piece.name}.{key}"
-            placement.into_box(full, piece.shape, piece.box, piece.of(memory))
-        return live
 
 
 def _destination(
@@ -479,12 +456,16 @@ def _follows(
     return alike and not (key == "step" and not any(shapes[each] for each in full))
 
 
-def _fits(live: Any, parameter: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    if not isinstance(live, torch.Tensor) or (live.dtype, live.device) != (dtype, device):
-        return False
-    own, other = local_of(parameter), local_of(live)
-    same = own.stride() == other.stride() or (own.is_contiguous() and other.is_contiguous())
-    return own.shape == other.shape and same
+def _like(
+    parameter: torch.Tensor, live: Any, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The live state tensor where it lies as the parameter does, else a new one."""
+    is_of_kind = isinstance(live, torch.Tensor) and (live.dtype, live.device) == (dtype, device)
+    if is_of_kind and lies_like(parameter, live):
+        found: torch.Tensor = live
+        return found
+    # zeros: padding belongs to no tensor
+    return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
 
 
 def _common(placement: Placement, full: Mapping[str, str], device: torch.device) -> torch.Tensor:
