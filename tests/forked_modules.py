@@ -179,6 +179,7 @@ def _run(connection) -> None:
         if module == KEEPER:
             _begin()
         sys.argv = [module, *arguments]
+        sys.modules.pop(module, None)  # it may be imported as another's part
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0

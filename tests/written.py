@@ -1,6 +1,8 @@
 """A tensor in boxes, over parts and packs in memory; what a restore reads of them is counted."""
 
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import xxhash
@@ -94,9 +96,10 @@ class Written:
         with Loader() as loader:
             for part, table, images in self.parts:
                 sources = [Counted(image) for image in images]
-                entry = table.tensors[self.spec.name]
-                here = [(entry, list(map(Delivery.to, destinations)))]
-                loader.load(part, [[source] for source in sources], here, table, None)
+                here = {self.spec.name: list(map(Delivery.to, destinations))}
+                found = nullcontext([[source] for source in sources])
+                candidate = SimpleNamespace(sources=lambda part, found=found: found, already=())
+                loader.load(candidate, part, table, here)
                 reads.append([source.reads for source in sources])
         return reads
 

@@ -21,8 +21,8 @@ from everstep.cli.main import main
 from everstep.format.manifest import CheckpointName
 from everstep.redo import replay
 from everstep.restore import records
-from everstep.restore.buffer_pool import Slabs
 from everstep.restore.materialize import materialize
+from everstep.restore.records import Slabs
 from everstep.sharding import topology
 from everstep.tiers.disk import Disk
 from examples import slow

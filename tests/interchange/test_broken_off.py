@@ -92,7 +92,7 @@ def test_one_that_is_killed(store, source, tmp_path):
         "import os, signal, sys\n"
         "import everstep.interchange.write as w\n"
         "def claim(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "w._claim = claim\n"
+        "w.commit.claim_epoch = claim\n"
         "from everstep.cli.main import main\n"
         "main(sys.argv[1:])"
     )

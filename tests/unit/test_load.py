@@ -1,6 +1,9 @@
 """Bytes go where they belong, and nowhere else; what is delivered is what was verified; and memory
 is used again when nobody can see it any more, and never before."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 import xxhash
@@ -11,10 +14,10 @@ from everstep.format.manifest import Part
 from everstep.format.packs import Spec, lay_out
 from everstep.format.tables import FileLink, TensorEntry, decode_table, encode_table
 from everstep.restore import load as load_module
-from everstep.restore.buffer_pool import Slabs
 from everstep.restore.deliver import Delivery
 from everstep.restore.load import Loader, MemorySource
 from everstep.restore.plan import Target
+from everstep.restore.records import Slabs
 from everstep.sharding.layout import LocalBox
 from stores import content, image_of
 
@@ -52,12 +55,13 @@ def test_memory_that_changes_after_the_check(monkeypatch):
     monkeypatch.setattr(load_module, "read_chunk", copy_and_overwrite)
     tensor = torch.zeros(5000)
     table = decode_table(encode_table(layout, {}, {}, {}), "a table")
-    destinations = [(TensorEntry(spec, layout.pieces), [Delivery.to(LocalBox.whole(tensor))])]
+    candidate = SimpleNamespace(sources=lambda part: nullcontext([[source]]), already=())
+    wanted = {spec.name: [Delivery.to(LocalBox.whole(tensor))]}
     with Loader() as loader:
-        loader.load(part, [[source]], destinations, table, None)
+        loader.load(candidate, part, table, wanted)
         assert tensor.numpy().tobytes() == expected
         with pytest.raises(Corrupt):
-            loader.load(part, [[source]], destinations, table, None)
+            loader.load(candidate, part, table, wanted)
 
 
 # ---- memory that is used again -------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """Rounding to the bit, and any boxes of a tensor that is rounded from another one."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -100,11 +103,10 @@ class Stored:
 
     def load(self, wanted):
         source = MemorySource([memoryview(self.image)])
-        rows = [
-            (self.entries[name], list(map(Delivery.to, found))) for name, found in wanted.items()
-        ]
+        candidate = SimpleNamespace(sources=lambda part: nullcontext([[source]]), already=())
+        rows = {name: list(map(Delivery.to, found)) for name, found in wanted.items()}
         with Loader() as loader:
-            loader.load(self.part, [[source]], rows, self.table, None)
+            loader.load(candidate, self.part, self.table, rows)
 
 
 def _digest(data):

@@ -58,7 +58,6 @@ class _Accumulation:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """A count and a flag."""
         here = self._accelerator
         return {"step": here.step, "sync_gradients": here.gradient_state.sync_gradients}
 
@@ -112,7 +111,6 @@ class _Prepared(LoaderPosition):
             sampler.initial_seed = seed
 
     def iterate(self) -> Iterator[Any]:
-        """Of that epoch."""
         self._epoch = self._prepared.iteration
         return super().iterate()
 

@@ -85,7 +85,6 @@ class _Zero12:
         self.optimizer = OptimizerProxy(zero.optimizer, [group["params"] for group in groups])
 
     def partitions(self) -> Iterator[_Run]:
-        """What is in each of this rank."""
         zero = self._zero
         for group, flat in enumerate(zero.single_partition_of_fp32_groups):
             first = dist.get_rank(zero.real_dp_process_group[group]) * flat.numel()

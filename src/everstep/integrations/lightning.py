@@ -291,7 +291,6 @@ def _logged(trainer: Any, metrics: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put_logged(trainer: Any, metrics: dict[str, Any], state: dict[str, Any]) -> None:
-    """Put it back."""
     vars(trainer._logger_connector).update(state["shown"])
     for name, metric in metrics.items():
         vars(metric).update(state["metrics"].get(name, {}))

@@ -184,7 +184,6 @@ class _Rest:
         return next(self._iterator)
 
     def skip(self) -> None:
-        """Draw them."""
         while self.count:
             next(self._iterator)
             self.count -= 1

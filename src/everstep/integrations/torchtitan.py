@@ -192,9 +192,7 @@ class _Pickling:
         self._dataloader = dataloader
 
     def state_dict(self) -> Any:
-        """Its class's."""
         return type(self._dataloader).state_dict(self._dataloader)
 
     def load_state_dict(self, state: Any) -> None:
-        """Its class's."""
         type(self._dataloader).load_state_dict(self._dataloader, state)

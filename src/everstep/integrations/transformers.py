@@ -164,7 +164,6 @@ class _EverstepTrainer(_Trainer):  # type: ignore[misc]
         return super()._finalize_training(*args)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the Trainer and its callbacks count."""
         was_stopped = self.control.should_training_stop
         return {
             "state": _take(self.state, COUNTED),

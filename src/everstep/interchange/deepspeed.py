@@ -261,8 +261,9 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
                 value = {"param": value} if is_alike and key != "step" else value
                 write(tag / "zero" / name / f"{key}.pt", value)
     write(tag / "zero" / "optimizer_state.pt", _common(moments))
-    said = _counted(tree, whole.name.step) | _model_states(model, moments["param_groups"])
-    write(tag / "mp_rank_00_model_states.pt", said)
+    engine = tree["engine"] if isinstance(tree.get("engine"), dict) else {}
+    engine = {"global_steps": whole.name.step, "lr_scheduler": tree.get("scheduler")} | engine
+    write(tag / "mp_rank_00_model_states.pt", _engine_file(engine, model, moments["param_groups"]))
     of_stage_3 = tag / "zero_pp_rank_0_mp_rank_00_model_states.pt"
     os.link(tag / "mp_rank_00_model_states.pt", of_stage_3)
     (folder / "latest_universal").write_text(tag.name)
@@ -286,8 +287,9 @@ def _common(moments: Any) -> dict[str, Any]:
     }
 
 
-def _model_states(model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
-    """What the engine knows of it. The weights that are trained are those of the folders."""
+def _engine_file(engine: dict[str, Any], model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
+    """What the engine counts, and knows of its model: the weights that are trained are those of the
+    folders."""
     shapes = [{name: model[name].shape for name in group["params"]} for group in groups]
     firsts: dict[str, str] = {}
     tensors = {name: each for name, each in model.items() if isinstance(each, StandIn)}
@@ -301,18 +303,9 @@ def _model_states(model: dict[str, StandIn], groups: Any) -> dict[str, Any]:
         "frozen_param_shapes": None,
         "frozen_param_fragments": None,
         "shared_params": shared,
-    }
-
-
-def _counted(tree: dict[str, Any], step: int) -> dict[str, Any]:
-    """What it counts."""
-    engine = tree["engine"] if isinstance(tree.get("engine"), dict) else {}
-    return {
         "optimizer": None,
-        "lr_scheduler": engine.get("lr_scheduler", tree.get("scheduler")),
-        "skipped_steps": engine.get("skipped_steps", 0),
-        "global_steps": engine.get("global_steps", step),
-        "global_samples": engine.get("global_samples", 0),
+        "lr_scheduler": engine["lr_scheduler"],
+        **{name: engine.get(name, 0) for name in _COUNTERS},
         "dp_world_size": 1,
         "mp_world_size": 1,
         "ds_config": {},

@@ -101,7 +101,6 @@ class _Machine(_Unpickler):  # type: ignore[misc]
         self._left = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
 
     def spend(self, size: int) -> None:
-        """Take so many bytes of the budget."""
         self._left -= size
         if self._left < 0:
             raise Unsupported(f"reading {self._where}: a pickle that takes too much memory")
@@ -204,10 +203,6 @@ def _tensor(
     return view_of(storage, offset, shape, strides, dtype)
 
 
-def _tensor_of_bytes(*given: Any) -> Any:
-    return _tensor(*given[:6], *given[7:], dtype=dtype_of(given[6]))
-
-
 def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     if isinstance(function, Inert) and _MAKERS.get(function.kind) is _tensor:
         return _tensor(*arguments)
@@ -266,7 +261,7 @@ _STORAGES = {kind.__name__: dtype for dtype, kind in STORAGES.items()}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
+    "torch._utils._rebuild_tensor_v3": lambda *a: _tensor(*a[:6], *a[7:], dtype=dtype_of(a[6])),
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _subclass,

@@ -30,16 +30,11 @@ def read_source(path: Path, kind: str | None, options: Options) -> Draft:
     if not draft.tensors and not draft.objects:
         why = "; ".join(draft.left_out.values()) or "it is empty"
         raise Unsupported(f"importing {path}: there is nothing that can be taken: {why[:1000]}")
-    _check_size(draft, path)
-    return draft
-
-
-def _check_size(draft: Draft, path: Path) -> None:
-    """Raises Unsupported where the same bytes are named so often that they fill a disk."""
     files = [path] if path.is_file() else filter(Path.is_file, path.rglob("*"))
     there = sum(each.stat().st_size for each in files)
-    if draft.size > _TIMES_MAX * there + _SPARE_BYTES:
+    if draft.size > _TIMES_MAX * there + _SPARE_BYTES:  # the same bytes, named until a disk is full
         raise Unsupported(f"importing {path}: {there} bytes, which say that they are {draft.size}")
+    return draft
 
 
 KINDS: dict[str, tuple[Callable[[Path], bool], Callable[[Path, str], Saved]]] = {

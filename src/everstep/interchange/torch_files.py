@@ -110,7 +110,6 @@ class _Window:
         return at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Up to its end."""
         left = max(0, self._size - self.tell())
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > _DIRECTORY_BYTES_MAX:
@@ -188,5 +187,4 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*known, obj.dtype)
 
     def persistent_id(self, obj: Any) -> Any:
-        """Of a storage."""
         return tuple(obj) if type(obj) is _Storage else None

@@ -51,7 +51,9 @@ def write(
         try:
             parts, tables = _written(disk, draft, name, links, progress)
             check_no_writer(disk.root, what)
-            _claim(disk, name, parent, what)
+            # The packs are named for that epoch.
+            if _next_epoch(disk) != name.epoch or commit.claim_epoch(disk, parent) != name.epoch:
+                raise Conflict(f"{what}: somebody else has begun epoch {name.epoch}. Try again")
             manifest = Manifest(
                 step=step,
                 epoch=name.epoch,
@@ -87,12 +89,6 @@ def _parent(disk: Tier, step: int, branch: bool, what: str) -> CheckpointName | 
 
 def _next_epoch(disk: Tier) -> int:
     return max(catalog.known_epochs(disk), default=0) + 1
-
-
-def _claim(disk: Tier, name: CheckpointName, parent: CheckpointName | None, what: str) -> None:
-    """The epoch for which the packs are named. Raises Conflict where another has come to be."""
-    if _next_epoch(disk) != name.epoch or commit.claim_epoch(disk, parent) != name.epoch:
-        raise Conflict(f"{what}: somebody else has begun epoch {name.epoch} meanwhile. Try again")
 
 
 def _written(

@@ -1,5 +1,7 @@
 """The optimizer's side of the work: torch's own optimizer on masters, a chunk at a time.
 
+    python -m everstep.offload.inner     the worker (keeper/workers.py) that makes it
+
     exchange   gradients, weights as parameters are, what is said of a step; what one chunk had
                before its update, and how far the step is
     state      masters of weights in half precision, moments
@@ -8,7 +10,10 @@ Both are arenas that the trainer made, and both map. So this process owns nothin
 the midst of a step, the next one puts back the chunk that was being changed, and goes on.
 """
 
+import fcntl
+import os
 import pkgutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +21,9 @@ import torch
 from torch.optim import Optimizer
 
 from everstep.errors import Unsupported
+from everstep.keeper import wire
+from everstep.keeper.arena import Arena
+from everstep.keeper.workers import Sent, serve
 from everstep.offload.memory import Memory
 from everstep.state.objects import decode
 from everstep.state.optimizers import install
@@ -182,3 +190,31 @@ class Inner:
             for row in (self._exchange.bytes(WEIGHTS.format(index)), *rows):
                 yield row, self._undo[at : at + len(row)]
                 at += len(row)
+
+
+class Updates:
+    """Of one optimizer. Its trainer sends `open` with two arenas, then `update` for some parameters
+    after others, which are in the arenas, and `end` after the last of a step. To that it answers
+    `done`."""
+
+    _inner: Inner
+
+    def answer(self, message: wire.Message, fds: list[int]) -> Sent | None:
+        """To `end`, which comes when all is done that came before. Raises what torch and the
+        optimizer do."""
+        match message:
+            case {"type": "open", "trainer": trainer}:
+                exchange, state = fds
+                fcntl.lockf(state, fcntl.LOCK_SH)  # goes with this process
+                if os.getppid() != trainer:  # what it asked for is not wanted
+                    sys.exit()
+                self._inner = Inner(Memory(Arena(exchange)), Memory(Arena(state)))
+            case {"type": "update", "step": step, "position": position, "given": given}:
+                self._inner.update(step, position, given)
+            case _:
+                return {"type": "done"}, []
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(serve(Updates().answer))

@@ -12,8 +12,10 @@ import contextlib
 import fcntl
 import logging
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, cast
 
 import torch
@@ -24,11 +26,12 @@ from everstep.keeper.arena import Arena
 from everstep.keeper.wire import Message
 from everstep.keeper.workers import Worker
 from everstep.offload.inner import kind_of, step_here
-from everstep.offload.overlap import Overlap
 from everstep.offload.shared import Shared, gradient_of
 from everstep.sharding.layout import is_dtensor
+from everstep.sharding.leaves import Leaf
 from everstep.sharding.redundancy import is_torchs
 from everstep.sharding.world import group_size
+from everstep.state.fingerprint import Fingerprint
 
 log = logging.getLogger("everstep")
 
@@ -73,8 +76,8 @@ class OffloadedOptimizer(Optimizer):
         self.offloaded, self.kind, self._options = name, cast(Any, kind), options
         self.in_process = False
         """Whether updates are made here, in place: at a replay."""
-        self._is_broken = False
-        """Whether a step was broken off, with some of its updates made."""
+        self.problem: str | None = None
+        """Why weights and state are between two steps, and stay so; None: they do not."""
         self.has_adopted = False
         """Whether its memory had been that of one before it."""
         super().__init__(params, defaults)
@@ -110,18 +113,18 @@ class OffloadedOptimizer(Optimizer):
             self._process.finish()
             shared.get(self)
         except BaseException:
-            self._is_broken = True
+            self.problem = "an update of an OffloadedOptimizer was broken off, and made in part"
             self.close()  # it makes all that it was asked for
-            self._is_broken = shared.is_changed
+            if not shared.is_changed:
+                self.problem = None
             raise
         return loss
 
     def check(self) -> None:
         """Raises Unsupported where weights and state are between two steps."""
-        if self._is_broken:
+        if self.problem:
             raise Unsupported(
-                "an update of an OffloadedOptimizer was broken off, and made in part: restore() "
-                "or load_state_dict() brings back a whole one"
+                f"{self.problem}: restore() or load_state_dict() brings it back whole"
             )
 
     def stop(self) -> None:
@@ -131,9 +134,7 @@ class OffloadedOptimizer(Optimizer):
 
     def replaced(self) -> None:
         """It is, with what a whole number of updates has made."""
-        self._is_broken = False
-        if self.overlap:
-            self.overlap.replaced()
+        self.problem = None
 
     def begin(self) -> Shared:
         """A step, with the hyperparameters as they are."""
@@ -203,7 +204,6 @@ _OF_WHOLE_TENSORS = ("Adafactor", "Muon")
 
 
 def _problem_of(parameter: torch.Tensor, kind: type[Optimizer]) -> str | None:
-    """Why it cannot be."""
     if not parameter.is_floating_point():
         return f"of {parameter.dtype}"
     if kind.__name__ == "Adafactor" and not parameter.is_contiguous():
@@ -252,6 +252,127 @@ def _is_left(fd: int) -> bool:
             return True
 
 
+class Overlap:
+    """Updates that are made while backward still runs, of one optimizer. Hooks are called by the
+    threads of backward, all else by that which trains.
+
+        backward   ── hook: a gradient is there ── … ── all of a chunk are ──┐
+        a thread                                    its gradients are copied ─┴▶ the process updates
+        step()     what is left, then the new weights, all at once
+
+    The weights change in step() alone. The state changes before, so that what was used must be what
+    step() finds: the same gradients, and the same hyperparameters.
+    """
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+        self.before: list[Callable[[], object]] = []
+        """Called before the first update of a step: who reads the state is to be done by then."""
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "everstep-offload")
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._shared: Shared | None = None
+        """Of the step that is begun."""
+        self._arrived: dict[torch.Tensor, torch.Tensor] = {}
+        """By parameter, its gradient."""
+        self._seen: list[Fingerprint] = []
+        """Of weights and gradients that are sent."""
+        self._sent: dict[int, Future[None]] = {}
+        """By the number of a chunk."""
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether the state is between two steps."""
+        return self._shared is not None
+
+    def watch(self, parameter: torch.Tensor) -> None:
+        """Take its gradients when they come. Raises Unsupported."""
+        if is_dtensor(parameter):
+            raise Unsupported("offloading with overlap=True: of sharded parameters nobody tells")
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(self._arrive)
+
+    def settle(self) -> Collection[int]:
+        """Wait until all that came is sent; the numbers of these chunks. Raises Unsupported where
+        something was used that is another by now."""
+        for each in self._sent.values():
+            each.result()
+        if self._shared:
+            is_same = all(each.grad is then for each, then in self._arrived.items())
+            if not is_same or any(seen.changed() for seen in self._seen):
+                self._refuse("a gradient or weight was changed after backward (clipping?)")
+            elif not self._shared.is_said(self._optimizer):
+                self._refuse("hyperparameters were changed between backward() and step()")
+        sent = list(self._sent)
+        self._clear()
+        return sent
+
+    def stop(self) -> None:
+        """Change the state no more, which is to be replaced; blocks until that is so."""
+        if self._shared:
+            for each in self._sent.values():
+                each.cancel()
+            wait(self._sent.values())
+            self._optimizer.close()
+            self._optimizer.problem = "its state was to be replaced, and was not"
+        self._clear()
+
+    def _clear(self) -> None:
+        self._shared = None
+        self._arrived.clear()
+        self._seen.clear()
+        self._sent.clear()
+
+    def _arrive(self, parameter: torch.Tensor) -> None:
+        with self._lock:
+            gradient = parameter.grad
+            assert gradient is not None
+            if parameter in self._arrived:
+                self._refuse("gradients of several backward() are added up")
+            elif gradient.is_sparse:
+                self._refuse("a gradient is sparse")
+            self._optimizer.check()
+            if self._shared is None:
+                for each in self.before:
+                    each()
+                self._shared = self._optimizer.begin()
+            self._arrived[parameter] = gradient
+            chunk, members = self._shared.chunk_of(parameter)
+            if all(each in self._arrived or not each.requires_grad for each in members):
+                self._sent[chunk] = self._send(self._shared.chunks[chunk], members)
+
+    def _send(self, indices: Sequence[int], members: Sequence[torch.Tensor]) -> Future[None]:
+        used = [*members, *(each.grad for each in members if each.grad is not None)]
+        leaves = (Leaf(str(number), each) for number, each in enumerate(used))
+        self._seen.append(Fingerprint(leaves, follows=True))
+        events = []
+        for device in {each.device for each in members if each.is_cuda}:
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(device))
+            events.append((self._streams[device], event))
+        return self._thread.submit(self._copy, indices, events)
+
+    def _copy(
+        self, indices: Sequence[int], events: Sequence[tuple[torch.cuda.Stream, torch.cuda.Event]]
+    ) -> None:
+        """Not on the stream of backward, which would come first. `_arrived` holds the gradients
+        until the copies, for which this waits, are made."""
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            for stream, event in events:
+                stack.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(event)
+            self._optimizer.send(indices)
+
+    def _refuse(self, why: str) -> None:
+        self._optimizer.problem = (
+            f"offloading with overlap=True: {why}. Weights are those of the step before, but some "
+            f"of the state is not (leave overlap= out of such a loop)"
+        )
+        self._optimizer.check()
+
+
 class Process:
     """The one that makes updates, and the next one where it dies, which is asked for all of the
     step again, and makes what is not made. For one thread at a time."""
@@ -292,7 +413,7 @@ class Process:
             self._asked.clear()
 
     def _open(self) -> Worker:
-        worker = self.worker = Worker("everstep.offload.worker")
+        worker = self.worker = Worker("everstep.offload.inner")
         worker.send({"type": "open", "trainer": os.getpid()}, self._shared.fds)
         for message in self._asked:
             worker.send(message)

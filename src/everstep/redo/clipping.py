@@ -188,12 +188,13 @@ def _is_repeatable(gradient: Tensor) -> bool:
     """Not a subclass's, sparse or with lazy bits, nor with gaps; of DTensors those that say which
     elements are here."""
     memory = layout.local_of(gradient)
+    if layout.is_dtensor(gradient) and any(each.is_partial() for each in gradient.placements):
+        return False
     return (
         type(memory) is Tensor
         and memory.layout is torch.strided
         and not (memory.is_inference() or memory.is_conj() or memory.is_neg())
         and fills_memory(memory)
-        and (memory is gradient or layout.has_known_placements(gradient))
     )
 
 

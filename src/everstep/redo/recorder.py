@@ -343,7 +343,7 @@ class Recorder:
             origin = known.get(id(parameter))
             source = origin.source if origin else None
             if origin and origin.coefficient is not None:
-                _note_clip(clips, origin.coefficient, origin.foreach, name, call)
+                _note_clip(clips, origin, name, call)
             if isinstance(source, compression.CompressedGradient):
                 shrunk[name] = source
                 call.tensors |= source.tensors(call.at, name)
@@ -383,17 +383,14 @@ class Recorder:
 
 
 def _note_clip(
-    clips: dict[tuple[int, bool], dict[str, Any]],
-    coefficient: torch.Tensor,
-    foreach: bool,
-    name: str,
-    call: Call,
+    clips: dict[tuple[int, bool], dict[str, Any]], origin: clipping.Origin, name: str, call: Call
 ) -> None:
     """Gradients that were clipped together share a coefficient."""
-    group = (id(coefficient), foreach)
+    assert origin.coefficient is not None
+    group = (id(origin.coefficient), origin.foreach)
     if group not in clips:
-        key = call.sink(f"clip.{len(clips)}", coefficient)
-        clips[group] = {"coefficient": key, "foreach": foreach, "names": []}
+        key = call.sink(f"clip.{len(clips)}", origin.coefficient)
+        clips[group] = {"coefficient": key, "foreach": origin.foreach, "names": []}
     clips[group]["names"].append(name)
 
 

@@ -25,8 +25,7 @@ from everstep.redo.ambient import autocast_as, autocast_of
 from everstep.sharding.layout import is_dtensor, local_of, shards_like, with_local
 from everstep.sharding.leaves import Leaf
 from everstep.sharding.redundancy import class_of, inner_of, is_same_class, spread_hyperparameters
-from everstep.state import objects
-from everstep.state.objects import PASSING, decode
+from everstep.state.objects import PASSING, as_stored, decode
 from everstep.state.optimizers import OptimizerState, install
 from everstep.state.stateful import check_generator
 
@@ -81,7 +80,7 @@ class Comparison:
     ) -> None:
         """Whether a part of the state, of these tensors, has the bytes that the run had after this
         step. `why`: what may be the cause, else. Raises OtherBytes, Corrupt."""
-        with as_stored(step):
+        with as_stored(f"replaying step {step}"):
             found = rolling_digest.differs(digests, leaves)
         if found and self.is_binding:
             count, names = found
@@ -109,7 +108,7 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
     the optimizers do. Gradients are None afterwards, and torch's generators as some update left
     them. Raises Corrupt, Mismatch."""
     for number, said in enumerate(record.calls):
-        with as_stored(record.step):
+        with as_stored(f"replaying step {record.step}"):
             state = find(record.step, said, optimizers)
             call = _prepare(record, f"@{number}", said, state)
         try:
@@ -123,11 +122,6 @@ def redo(record: Loaded, optimizers: Mapping[str, OptimizerState]) -> None:
         known = rolling_digest.known_digests(record.tensors, comparison.rank)
         for name in known.keys() & optimizers.keys():  # the others are of derived parts
             comparison.check(record.step, name, known[name], optimizers[name].here())
-
-
-def as_stored(step: int) -> contextlib.AbstractContextManager[None]:
-    """Raises Corrupt where what is done within shows that a record's documents are nonsense."""
-    return objects.as_stored(f"replaying step {step}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +219,7 @@ def check(
         spec = tensors[name].spec
         return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
 
-    with as_stored(step):
+    with as_stored(f"replaying step {step}"):
         call = _read(step, said, groups, state, tensor)
         if "cpu" in call.generators:
             check_generator(torch.default_generator, call.generators["cpu"])

@@ -7,24 +7,26 @@ place, as the last record has it.
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from everstep.errors import KINDS, EverstepError, Unsupported, kind_of
-from everstep.format.global_tensors import Described, Version
-from everstep.format.manifest import Manifest
+from everstep.errors import KINDS, Corrupt, EverstepError, Mismatch, Unsupported, kind_of
+from everstep.format.global_tensors import Described, Version, stored
+from everstep.format.manifest import Manifest, Record
+from everstep.format.tables import Table
 from everstep.redo.derived import Derived
-from everstep.redo.replay import redo
+from everstep.redo.replay import Comparison, Loaded, redo
+from everstep.redo.rolling_digest import known_digests
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
-from everstep.restore.derived import Derivation
 from everstep.restore.load import Loader, Wanted, boxes_of, fill, fill_from_live, is_same_memory
 from everstep.restore.rebuild import Rebuilt
 from everstep.restore.records import Records
-from everstep.sharding.layout import shards_of
+from everstep.sharding.layout import local_of, shards_of
+from everstep.sharding.leaves import Leaf
 from everstep.sharding.redundancy import is_here, is_same_class, offloaded_of
 from everstep.sharding.topology import ALONE, differences
 from everstep.sharding.world import World
@@ -32,6 +34,11 @@ from everstep.state.placement import Placement, Saved
 from everstep.state.view import State, is_in
 
 log = logging.getLogger("everstep")
+
+_RULED = (
+    "Its rule is another one now, or depends on something beside the weights, the buffers, the "
+    "part itself and the step"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +120,9 @@ class Restore:
                 log.warning("restoring step %s: %s", step, problem)
             return
         if differing:
+            first = min(part.steps for part in base.parts)
             problems.append(
-                f"it has to be replayed from step {chain.first_step}, and was recorded under "
+                f"it has to be replayed from step {first}, and was recorded under "
                 f"{'; '.join(differing)}"
             )
         if problems:
@@ -143,7 +151,6 @@ class Restore:
             self.state.late.begin(partial(self._fill_late, versions, late))
 
     def _fill_late(self, versions: Sequence[Version], late: Wanted) -> None:
-        """Raises Corrupt, Missing, Unavailable."""
         try:
             with Loader() as loader:
                 fill(self.candidate, versions, late, loader)
@@ -223,8 +230,8 @@ class Restore:
                 for optimizer in state.optimizers:
                     tensors |= {leaf.name: leaf.tensor for leaf in optimizer.tensors()}
                 live = {name: shards_of(each)[1] for name, each in tensors.items()}
-                stored, brought = _split(rest, names)
-                fill(candidate, chain.versions, _unfilled(stored, chain, placement), loader)
+                wanted, brought = _split(rest, names)
+                fill(candidate, chain.versions, _unfilled(wanted, chain, placement), loader)
                 fill_from_live(live, brought)
 
             together("reading what came after", place)
@@ -332,3 +339,89 @@ def _keeping_gradients(state: State) -> Iterator[None]:
     finally:
         for parameter, gradient in kept:
             parameter.grad = gradient
+
+
+class Derivation:
+    """What rules derive in the replay of one log: they run after each record, and what they come to
+    is compared with the run's. A rule may look at what no optimizer owns, buffers say, which a
+    record has as it was after its step, if it has changed since the base: that is put back before
+    the rule runs. Optimizers' tensors are there already."""
+
+    def __init__(self, chain: Chain, derived: Derived, state: State) -> None:
+        """Raises Mismatch where a part that a rule derived has none here."""
+        self._rows: dict[int, tuple[Described, Record, Table]] = {
+            record.step: (described, record, tables[0])  # nothing is derived on several nodes
+            for described in chain.logs
+            for record, tables in described.records
+        }
+        self._optimized = chain.optimized
+        names = {name for table in chain.base.tables for name in table.tensors} - self._optimized
+        self._names = {part: {n for n in names if is_in(n, [part])} for part in chain.ruled}
+        self._derived = derived
+        self._state = state
+        self._base = chain.base
+        self.filled: Container[str] = ()
+        """Of the base, once it is in place."""
+        if missing := sorted(self._names.keys() - set(derived.parts)):
+            base = chain.base.manifest.step
+            raise Mismatch(
+                f"restoring step {chain.last.manifest.step}: its log has to be replayed from step "
+                f"{base}, and {', '.join(map(repr, missing))} was derived by a rule that this "
+                f"Checkpointer does not have. Give it derive={{{missing[0]!r}: ...}} as the run "
+                f"did, or restore step {base}, which is whole"
+            )
+        self.names = {name for names in self._names.values() for name in names}
+        """Of the tensors that rules derive."""
+        self._tensors: dict[str, torch.Tensor] | None = None
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """The derived tensors as they are now, by all their names."""
+        live = map(self._state.tensors_of, self._names)
+        return {name: found for own in live for name, found in own.items()}
+
+    def after(self, loaded: Loaded, candidate: Candidate, loader: Loader) -> None:
+        """Its optimizer calls are made: let the rules follow. Raises Corrupt where one came to
+        other bytes than in the run, and what the rules raise."""
+        if loaded.step not in self._rows:  # of a base that is spread: what is derived came last
+            return
+        described, record, table = self._rows[loaded.step]
+        if not record.ruled:
+            return
+        self._put_back(described, [(record.part, table)], candidate, loader)
+        self._derived.redo(record.step, record.ruled)
+        if comparison := loaded.comparison:
+            for part in record.ruled:
+                self._compare(loaded, record, part, comparison)
+
+    def _put_back(
+        self, described: Described, version: Version, candidate: Candidate, loader: Loader
+    ) -> None:
+        """What no optimizer owns and no rule derives, as it was then: at the first record also what
+        only the base has."""
+        versions, tensors = [version], stored(version, is_record=True)
+        if self._tensors is None:
+            self._tensors = self._state.live_tensors()
+            versions, tensors = [*self._base.versions, version], {**self._base.tensors, **tensors}
+        placement = Placement(replace(Saved.of(described), tensors=tensors))
+        later = {name for _, table in version for name in table.tensors}
+        for name, whole in placement.saved.tensors.items():
+            is_there = name not in later and whole.spec.name in self.filled
+            if name in self._tensors and not is_there and name not in self._optimized | self.names:
+                placement.into(name, self._tensors[name])
+        if placement.problems:
+            step = described.manifest.step
+            raise Corrupt(f"replaying step {step}: {'; '.join(placement.problems)}")
+        fill(candidate, versions, placement.destinations, loader)
+
+    def _compare(self, loaded: Loaded, record: Record, part: str, comparison: Comparison) -> None:
+        """With what the run had after this step, as far as its record tells."""
+        live = self._state.tensors_of(part)
+        if lost := sorted(self._names[part] - live.keys()):
+            raise Corrupt(
+                f"replaying step {record.step}: the derived part {part!r} has no tensor "
+                f"{lost[0]!r} any more"
+            )
+        found = {name: live[name] for name in self._names[part]}
+        if digests := known_digests(loaded.tensors, comparison.rank).get(part):
+            leaves = [Leaf(name, local_of(found[name])) for name in sorted(found)]
+            comparison.check(record.step, part, digests, leaves, _RULED)

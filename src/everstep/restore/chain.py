@@ -12,7 +12,6 @@ from everstep.redo.replay import Comparison
 from everstep.sharding.topology import ALONE, adopted, differences, layout_differences
 from everstep.state.objects import references
 from everstep.state.placement import Saved
-from everstep.state.view import is_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +71,10 @@ class Chain:
             )
 
     @property
-    def first_step(self) -> int:
-        """Of what has to be there before anything is replayed."""
-        return min(part.steps for part in self.base.manifest.parts)
-
-    @property
     def left_out(self) -> list[str]:
         """Parts of which the last record has no tensors."""
         said = self.last.manifest.capture.get(LEFT_OUT)
         return list(map(str, said)) if isinstance(said, list) else []
-
-    def names_in(self, part: str) -> set[str]:
-        """The base's tensors in a part of the state, but for what optimizers change."""
-        optimized = self.optimized
-        return {
-            name
-            for table in self.base.tables
-            for name in table.tensors
-            if name not in optimized and is_in(name, [part])
-        }
 
     def differences(self, layout: str) -> list[str]:
         """What is other here than where the records were made, of what a replay may depend on.

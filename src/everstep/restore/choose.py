@@ -26,8 +26,8 @@ from everstep.format.tables import FileLink, Table
 from everstep.keeper.arena import Arena
 from everstep.keeper.ranks.node_save import REPLICA, NodeSave, ended_saves
 from everstep.redo.replay import OtherBytes
-from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain
+from everstep.restore.deliver import empty
 from everstep.restore.load import MemorySource
 from everstep.sharding.leaves import bytes_of
 from everstep.store import catalog, names
@@ -229,7 +229,6 @@ class _Lazy:
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See Source."""
         with self._lock:
             if self._reader is None:
                 file = open_pack(self._disk, self._link, direct=self._direct)

@@ -10,6 +10,7 @@ import torch
 from everstep.errors import Mismatch
 from everstep.format.boxes import Box
 from everstep.format.packs import PAGE_BYTES, round_up
+from everstep.format.tables import TensorEntry
 from everstep.restore.plan import Target, blocks
 from everstep.sharding.layout import LocalBox
 from everstep.sharding.leaves import bytes_of
@@ -56,18 +57,13 @@ class Delivery:
                 copy(chunk[at:], block, there, here)
 
     def _copy(self, chunk: memoryview, block: Box, there: _Place, here: _Place) -> None:
-        """In this thread: torch would start others for it, beside those that read. Without the GIL,
-        where it is much."""
+        """In this thread, without the GIL: torch would start others for it, beside those that
+        read."""
         array = self.items.numpy()
         items = np.frombuffer(chunk, array.dtype, block.count).reshape(block.lengths)
         source = items[there] if there else items  # () would make a scalar
         destination = array[here] if here else array
-        is_much = source.nbytes >= PAGE_BYTES
-        if is_much and source.flags.c_contiguous and destination.flags.c_contiguous:
-            _populate(destination.ctypes.data, source.nbytes)
-            ctypes.memmove(destination.ctypes.data, source.ctypes.data, source.nbytes)
-        else:
-            destination[...] = source
+        destination[...] = source
 
     def _send(self, chunk: memoryview, block: Box, there: _Place, here: _Place) -> None:
         """Ranges go over the bus; what has gaps is picked out on the device."""
@@ -165,3 +161,15 @@ def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
                 )
             tensor, contiguous = tensor.narrow(dim, 0, 1), first
     tensor.copy_(contiguous)
+
+
+def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A new tensor as that one was, but for its elements."""
+    return shaped(torch.empty(entry.spec.size, dtype=torch.uint8, device=device), entry)
+
+
+def shaped(flat: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
+    """Bytes as the tensor's elements: torch warns where complex32 is asked for in new memory."""
+    found = flat.view(getattr(torch, entry.spec.dtype))
+    shape, strides = entry.spec.shape, entry.strides
+    return found.view(shape) if strides is None else found.as_strided(shape, strides)

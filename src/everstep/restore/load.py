@@ -48,7 +48,7 @@ _COPIES_IN_FLIGHT = min(READS_IN_FLIGHT, os.cpu_count() or 8)
 _BUFFER_BYTES = CHUNK_BYTES + PAGE_BYTES
 _HUGE_PAGE_BYTES = 2 << 20
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # of shared memory there are no huge pages
-Destinations = Sequence[tuple[TensorEntry, Sequence[Delivery]]]
+Deliveries = Sequence[Delivery]
 Wanted = Mapping[str, tuple[TensorEntry, list[LocalBox]]]
 """Stored tensors by their first names, and where their boxes are to go."""
 
@@ -161,39 +161,33 @@ class Loader:
         self._pool.shutdown(wait=failure is not None, cancel_futures=True)
 
     def load(
-        self,
-        part: Part,
-        sources: Sequence[Sequence[Source]],
-        destinations: Destinations,
-        table: Table,
-        read_base: ReadBase,
-        already: Container[str] = frozenset(),
+        self, candidate: "Candidate", part: Part, table: Table, wanted: Mapping[str, Deliveries]
     ) -> None:
-        """Fill the destinations with what the part has of their boxes; blocks. The entries are the
-        part's own, each of another tensor. `sources[pack]`: where that pack can be read, nearest
-        first. `table`: the part's; `read_base`: where it has differences.
-        `already`: the tensors of which chunks may be in their places, and are not read then."""
-        spans = plan(
-            ((entry, [each.box for each in found]) for entry, found in destinations), part, table
-        )
-        deliveries = {entry.spec.name: found for entry, found in destinations}
-        devices = devices_of(each.items for _, found in destinations for each in found)
-        is_near = all(isinstance(near, MemorySource) for near, *_ in sources)
-        buffer = partial(self._buffer, bool(devices), is_near)
-        task = _Task(part, sources, deliveries, devices, buffer, read_base, already)
-        for device in devices:
-            # Kernels that initialise the tensors may still run, or those of a replay on a stream of
-            # its own that used the memory before.
-            torch.cuda.synchronize(device)
-        left = deque(spans)
-        count = min(_COPIES_IN_FLIGHT if is_near else READS_IN_FLIGHT, len(spans))
-        reads = [self._pool.submit(task.read_all, left) for _ in range(count)]
-        try:
-            for read in reads:
-                read.result()
-        finally:
-            left.clear()  # after an error none may go on filling
-            wait(reads)
+        """Read what a part has of these boxes of tensors; blocks. Raises Corrupt, Unavailable."""
+        known = table.tensors
+        here = {name: found for name, found in wanted.items() if name in known}
+        if not here:
+            return
+        devices = devices_of(each.items for found in here.values() for each in found)
+        with candidate.sources(part) as sources, ExitStack() as stack:
+            boxes = ((known[name], [each.box for each in found]) for name, found in here.items())
+            left = deque(plan(boxes, part, table))
+            is_near = all(isinstance(near, MemorySource) for near, *_ in sources)
+            buffer = partial(self._buffer, bool(devices), is_near)
+            base = Earlier(candidate, part, table, stack)
+            task = _Task(part, sources, here, devices, buffer, base.read, candidate.already)
+            for device in devices:
+                # Kernels that initialise the tensors may still run, or those of a replay on a
+                # stream of its own that used the memory before.
+                torch.cuda.synchronize(device)
+            count = min(_COPIES_IN_FLIGHT if is_near else READS_IN_FLIGHT, len(left))
+            reads = [self._pool.submit(task.read_all, left) for _ in range(count)]
+            try:
+                for read in reads:
+                    read.result()
+            finally:
+                left.clear()  # after an error none may go on filling
+                wait(reads)
 
     def _buffer(self, pinned: bool, is_near: bool) -> memoryview:
         """This thread's page-aligned buffer."""
@@ -208,7 +202,7 @@ class Loader:
 class _Task:
     part: Part
     sources: Sequence[Sequence[Source]]
-    deliveries: Mapping[str, Sequence[Delivery]]
+    deliveries: Mapping[str, Deliveries]
     devices: set[torch.device]
     buffer: Callable[[], memoryview]
     read_base: ReadBase
@@ -327,24 +321,8 @@ def fill(
         names = {name for _, table in version for name in left.keys() & table.tensors.keys()}
         here = {name: left.pop(name) for name in names}
         for part, table in version:
-            fill_part(candidate, part, table, here, loader)
+            loader.load(candidate, part, table, here)
     staging.finish()
-
-
-def fill_part(
-    candidate: "Candidate",
-    part: Part,
-    table: Table,
-    wanted: Mapping[str, Sequence[Delivery]],
-    loader: Loader,
-) -> None:
-    """Read what a part has of these boxes of tensors; blocks. Raises Corrupt, Unavailable."""
-    known = table.tensors
-    rows = [(known[name], found) for name, found in wanted.items() if name in known]
-    if rows:
-        with candidate.sources(part) as sources, ExitStack() as stack:
-            base = Earlier(candidate, part, table, stack)
-            loader.load(part, sources, rows, table, base.read, candidate.already)
 
 
 def gathered(rows: Iterable[tuple[TensorEntry, LocalBox]]) -> Wanted:

@@ -12,9 +12,9 @@ from everstep.format.global_tensors import Described, Version
 from everstep.format.tables import TensorEntry
 from everstep.offload.optimizer import OffloadedOptimizer
 from everstep.redo.replay import redo
-from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, is_brought
 from everstep.restore.choose import Candidate
+from everstep.restore.deliver import empty
 from everstep.restore.load import Loader, fill
 from everstep.restore.records import Records
 from everstep.sharding.layout import LocalBox
@@ -112,22 +112,16 @@ class Rebuilt:
             )
         found = {}
         for index, (key, kind) in enumerate(classes.items()):
-            of_parameters = tables[key]["groups"]
-            tensors = {name: placement.new(name, "cpu") for name in of_parameters}
+            tensors = {name: placement.new(name, "cpu") for name in tables[key]["groups"]}
             with _on_cpu():
-                found[key] = self._optimizer(key, kind, index, tensors, of_parameters)
+                found[key] = self._optimizer(key, kind, index, tensors)
             found[key].prepare(placement)
         return found
 
     def _optimizer(
-        self,
-        name: str,
-        kind: str,
-        index: int,
-        tensors: Mapping[str, torch.Tensor],
-        of_parameters: Mapping[str, int],
+        self, name: str, kind: str, index: int, tensors: Mapping[str, torch.Tensor]
     ) -> OptimizerState:
-        """`tensors`, `of_parameters`: by name, its parameters, and the group of each."""
+        """`tensors`: its parameters, by name."""
         module, _, class_name = kind.removeprefix(OFFLOADED).rpartition(".")
         cls = getattr(torch.optim, class_name, None)
         if not module.startswith("torch.optim") or not isinstance(cls, type):  # nothing else is run
@@ -142,7 +136,7 @@ class Rebuilt:
                 f"optimizer on a GPU only. Restore the whole step there instead"
             )
         members: dict[int, list[str]] = {number: [] for number in range(len(sets))}
-        for parameter, number in of_parameters.items():
+        for parameter, number in self._base.optimizers[name]["groups"].items():
             members[number].append(parameter)
             leaf = tensors[parameter]
             leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())

@@ -1,7 +1,10 @@
 """The records of a log, read and verified while the one before them is replayed."""
 
+import mmap
+import sys
+import threading
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,14 +13,14 @@ import torch
 
 from everstep.format.global_tensors import Described, optimizers_of, whole_tensors
 from everstep.format.manifest import Record
+from everstep.format.packs import round_up
 from everstep.format.tables import Table, TensorEntry, is_gradient, is_own
 from everstep.redo import compression
 from everstep.redo.replay import Comparison, Loaded, check, find, of_rank
-from everstep.restore.buffer_pool import Slabs, empty
 from everstep.restore.chain import Chain
 from everstep.restore.choose import Candidate
-from everstep.restore.deliver import Delivery
-from everstep.restore.load import Loader, fill_part
+from everstep.restore.deliver import Delivery, empty, shaped
+from everstep.restore.load import Loader
 from everstep.sharding.layout import LocalBox, is_dtensor, local_of, shards_like
 from everstep.sharding.ranked import own_name, unowned
 from everstep.sharding.world import World
@@ -29,6 +32,11 @@ the one that is replayed, and the next."""
 
 _TABLES_MAX = 16
 """That are remembered of a log without an end."""
+
+_ALIGN = 64
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_UNUSED = 2
+"""References to a slab that nobody uses: of the one who asks, and of getrefcount itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +140,20 @@ class Records:
             self._united[key] = _United.of(tables)
         return self._united[key]
 
-    def _ahead(self, record: Record) -> set[str]:
-        """The parameters that are of this step, or of a later one, already."""
-        return {name for name, step in self._since.items() if step >= record.step}
-
     def _begin(self, count: int) -> None:
         while self._waiting and len(self._begun) < count:
             self._begun.append(self._pool.submit(self._load, *self._waiting.popleft()))
 
     def _load(self, record: Record, tables: Sequence[Table]) -> Loaded:
         """Read and verify one; blocks. Raises Corrupt, Unavailable."""
-        united, ahead = self._unite(tables), self._ahead(record)
+        united = self._unite(tables)
+        # The parameters that are of this step, or of a later one, already.
+        ahead = {name for name, step in self._since.items() if step >= record.step}
         calls = [of_rank(call, self._world.rank, self._world.size) for call in record.calls]
         wanted = self._tensors(record, calls, united, ahead)
         left = {name: list(map(Delivery.to, places)) for name, (_, places) in wanted.items()}
         for part, table in zip(record.parts, tables, strict=True):
-            fill_part(self._candidate, part, table, left, self._loader)
+            self._loader.load(self._candidate, part, table, left)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
         is_whole = not ahead or record.step >= self._base_step
         comparison = self.comparison if is_whole else None
@@ -235,3 +241,56 @@ def _used_here(loaded: Loaded) -> Loaded:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
     return loaded
+
+
+class Slabs:
+    """Regions in which CPU tensors are placed, of one record after another: the first touch of new
+    memory takes longer than all else that is done with a gradient there. In small pages: on a
+    virtual machine whose host takes free memory back, huge ones cost five times as much at their
+    first touch (docs/results.md). Thread-safe."""
+
+    def __init__(self) -> None:
+        self._slabs: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def tensors(self, entries: Iterable[TensorEntry]) -> list[torch.Tensor]:
+        """New tensors as those were, but for their elements; on the CPU.
+
+        Their memory is used again when none of them, and nothing that shares memory with them, is
+        left: each storage holds a reference to its slab (torch.frombuffer).
+        """
+        chosen = list(entries)
+        starts, end = [], 0
+        for entry in chosen:
+            starts.append(end)
+            end += round_up(entry.spec.size, _ALIGN)
+        with self._lock:
+            slab = self._slab(end)
+            return [_place(entry, slab, start) for entry, start in zip(chosen, starts, strict=True)]
+
+    def clear(self) -> None:
+        """Let go of all that nobody uses."""
+        with self._lock:
+            self._slabs.clear()
+
+    def _slab(self, size: int) -> memoryview:
+        kept, self._slabs = self._slabs, []
+        found = None
+        while kept:
+            slab = kept.pop()
+            is_free = sys.getrefcount(slab) == _UNUSED
+            if is_free and found is None and len(slab) >= size:
+                found = slab
+            if slab is found or not is_free:
+                self._slabs.append(slab)
+        if found is None:
+            found = memoryview(mmap.mmap(-1, max(size, 1), flags=_PRIVATE))
+            self._slabs.append(found)
+        return found
+
+
+def _place(entry: TensorEntry, slab: memoryview, start: int) -> torch.Tensor:
+    if not entry.spec.size:  # which frombuffer refuses
+        return empty(entry)
+    flat = torch.frombuffer(slab, dtype=torch.uint8, count=entry.spec.size, offset=start)
+    return shaped(flat, entry)

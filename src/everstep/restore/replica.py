@@ -83,7 +83,10 @@ class Replica:
             return False
         # Retention was quicker, or another writer goes on.
         with contextlib.suppress(Missing, Conflict):
-            self._write_base(name)
+            assert self._state
+            commit.check_epoch(self._disk, name.epoch, name.step)
+            publish(self._disk, self._state.chain, self._settle().image, ())
+            self._records = 0
             return True
         return False
 
@@ -103,12 +106,6 @@ class Replica:
         memory.arena.put_manifest(0, row, encode_manifest(manifest))
         memory.arena.set_state(0, SlotState.DONE)
         return memory.arena
-
-    def _write_base(self, name: CheckpointName) -> None:
-        assert self._state
-        commit.check_epoch(self._disk, name.epoch, name.step)
-        publish(self._disk, self._state.chain, self._settle().image, ())
-        self._records = 0
 
     def _drop(self) -> None:
         self._state = self._memory = self.at = None

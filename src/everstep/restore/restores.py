@@ -75,7 +75,11 @@ class Restores:
         """What to try, best first; on all ranks the same; None where there is nothing. See
         Checkpointer.restore. Memory of dead trainers is taken over for captures. Raises Missing,
         Unavailable."""
-        disk = self.disk if from_store is None else _existing_store(from_store)
+        disk = self.disk if from_store is None else tier_at(from_store)
+        if from_store is not None:
+            if disk.size("everstep.json") is None:
+                raise Missing(f"restoring from {disk.root}: there is no store")
+            open_store(disk)
         arenas = self.state.world.together("waiting for the keepers", self._settle)
         held = self._held([arena for _, arena in arenas]) if from_store is None else {}
         self.captures.optimizer_arenas.adopt(dict(arenas))
@@ -254,11 +258,3 @@ def in_common(world: World, find: Callable[[], Iterator[Candidate]]) -> Iterator
 
 class _Changed(Exception):
     """What was read is gone, or made of something else by now."""
-
-
-def _existing_store(path: str | os.PathLike[str]) -> Tier:
-    disk = tier_at(path)
-    if disk.size("everstep.json") is None:
-        raise Missing(f"restoring from {disk.root}: there is no store")
-    open_store(disk)
-    return disk

@@ -21,9 +21,9 @@ from everstep.format.manifest import CheckpointName, Manifest
 from everstep.format.packed import content_digests
 from everstep.format.packs import Spec, chunk_count, in_groups
 from everstep.format.tables import TensorEntry
-from everstep.restore.buffer_pool import empty
 from everstep.restore.chain import Chain, objects_tensors
 from everstep.restore.choose import Candidate
+from everstep.restore.deliver import empty
 from everstep.restore.load import Loader, Wanted, boxes_of, fill, fill_from_live, gathered
 from everstep.restore.rebuild import Rebuilt
 from everstep.sharding.layout import LocalBox

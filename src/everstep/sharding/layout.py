@@ -185,11 +185,6 @@ def replicated(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._local_tensor if all(each.is_replicate() for each in tensor.placements) else None
 
 
-def has_known_placements(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor that says which elements are here, none of them to be reduced."""
-    return is_dtensor(tensor) and not any(each.is_partial() for each in tensor.placements)
-
-
 def spread_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """How a DTensor is spread over ranks; None for a plain tensor, which is whole. Raises
     Unsupported."""

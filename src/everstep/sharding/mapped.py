@@ -187,7 +187,9 @@ class Mapped:
         if self.split(base) is None:
             is_alike = spread_of(base) == spread_of(leaf.tensor)
             found = [Place(piece, name, is_alike, state) for piece in pieces_of(leaf)]
-        elif state is None or has_shape_of(base, leaf.tensor, state.key):
+        elif state is None or (
+            leaf.tensor.shape == base.shape and not (state.key == "step" and base.ndim == 0)
+        ):  # with an element for each of the parameter's: `step` is one for all
             for shard in self.pieces(base, leaf.tensor) or ():
                 piece = Leaf(shard.name, shard.tensor, leaf.owner, shard.box, shard.shape)
                 found.append(Place(_named(piece, shard.name, state), shard.name, True, state))
@@ -225,11 +227,6 @@ def described(parameters: Iterable[torch.Tensor], mapped: Mapped) -> tuple[list[
         rows.append([list(local.shape), local.stride(), boxes])
         is_padded |= sum(piece.box.count for piece in pieces) < local.numel()
     return rows, is_padded
-
-
-def has_shape_of(parameter: torch.Tensor, value: torch.Tensor, key: str = "") -> bool:
-    """Whether a state tensor has an element for each of the parameter's; `step` is one for all."""
-    return value.shape == parameter.shape and not (key == "step" and value.ndim == 0)
 
 
 def lies_like(parameter: torch.Tensor, tensor: torch.Tensor) -> bool:

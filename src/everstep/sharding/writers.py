@@ -241,14 +241,12 @@ def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:
 
 
 def _to_json(spread: Holding) -> Any:
-    """For other ranks."""
     if isinstance(spread, tuple):
         return {"boxes": [(box.offsets, box.lengths) for box in spread]}
     return spread and spread.to_json()
 
 
 def _from_json(value: Any) -> Holding:
-    """Of another rank."""
     if isinstance(value, dict):
         return tuple(Box(tuple(at), tuple(lengths)) for at, lengths in value["boxes"])
     return value and ShardingSpec.from_json(value)

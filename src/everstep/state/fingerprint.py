@@ -35,12 +35,7 @@ class Fingerprint:
     thread may ask what has changed."""
 
     def __init__(
-        self,
-        leaves: Iterable[Leaf],
-        turn: int = 0,
-        *,
-        is_full: bool = False,
-        follows: bool = False,
+        self, leaves: Iterable[Leaf], turn: int = 0, *, is_full: bool = False, follows: bool = False
     ) -> None:
         """`turn`: other numbers sample other bytes. `is_full`: look at all bytes of dense CPU
         tensors, and not at a sample. `follows`: other memory in the place of a tensor's is a

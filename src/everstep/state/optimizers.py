@@ -353,11 +353,7 @@ class OptimizerState:
 
 
 def _destination(
-    placement: Placement,
-    name: str,
-    live: Any,
-    like: torch.Tensor | None,
-    device: torch.device,
+    placement: Placement, name: str, live: Any, like: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
     """The live state tensor where it fits exactly, else a new one on `device`, with the strides of
     `like`, its parameter, if it has its shape: torch makes it so, too. None: with its own, in whose

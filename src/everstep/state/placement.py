@@ -120,16 +120,11 @@ class Placement:
             known.append(LocalBox(box, memory))
 
     def new(
-        self,
-        name: str,
-        device: str | torch.device | None = None,
-        like: torch.Tensor | None = None,
+        self, name: str, device: str | torch.device | None = None, like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A new tensor for the stored tensor `name`, filled before `finish`.
-        On the device on which it
-        was, where that exists here, or on the one given. With the strides of `like`,
-        if it has its shape, else those that it had; where that is a DTensor, one that lies where it
-        does."""
+        """A new tensor for the stored tensor `name`, filled before `finish`. On the device on which
+        it was, where that exists here, or on the one given. With the strides of `like`, if it has
+        its shape, else those that it had; where that is a DTensor, one that lies where it does."""
         entry = self.saved.tensors.get(name)
         if entry is None:
             self.problems.append(f"missing: the checkpoint has no tensor {name!r}")
@@ -243,14 +238,10 @@ class Placement:
 
         return decode(value, tensor)
 
-    def then(self, action: Callable[[], None]) -> None:
-        """Do this when all tensors have arrived."""
-        self._actions.append(action)
-
-    def at_last(self, action: Callable[[], None]) -> None:
-        """Do this after all other actions (random generators:
-        nothing may draw from them afterwards)."""
-        self._last_actions.append(action)
+    def then(self, action: Callable[[], None], *, at_last: bool = False) -> None:
+        """Do this when all tensors have arrived. `at_last`: after all other actions (random
+        generators: nothing may draw from them afterwards)."""
+        (self._last_actions if at_last else self._actions).append(action)
 
     def check(self, step: int, where: object) -> None:
         """Raises Mismatch with everything that does not fit."""

@@ -175,7 +175,11 @@ class ValueState(AtTheCall):
     def _prepare(self, placement: Placement) -> None:
         live: dict[str, torch.Tensor] = {}
         if (stored := placement.stored(self.name)) is not None:
-            live = self._match(placement, references(stored))
+            # One that each rank has for itself is called after the rank that wrote it.
+            names, here = {unowned(name): name for name in references(stored)}, self.tensors()
+            for name in sorted(here.keys() - names.keys()):
+                placement.problems.append(f"missing: the checkpoint has no tensor {name!r}")
+            live = {names[name]: tensor for name, tensor in here.items() if name in names}
         for name, tensor in live.items():
             if (overlap := placement.overlaps.get(id(tensor))) is None:
                 placement.into(name, tensor)
@@ -184,15 +188,6 @@ class ValueState(AtTheCall):
             placement.then(partial(settle, overlap, restored))
         if value := placement.object_of(self.name, live):
             placement.then(lambda: self._install(value()))
-
-    def _match(self, placement: Placement, references: list[str]) -> dict[str, torch.Tensor]:
-        """The tensors that are here, by the names under which they are stored. One that each rank
-        has for itself is called after the rank that wrote it."""
-        stored = {unowned(name): name for name in references}
-        here = self.tensors()
-        for name in sorted(here.keys() - stored.keys()):
-            placement.problems.append(f"missing: the checkpoint has no tensor {name!r}")
-        return {stored[name]: tensor for name, tensor in here.items() if name in stored}
 
     def _install(self, value: Any) -> None:
         self._holder[self._key] = _merge(self._holder[self._key], value)
@@ -221,15 +216,14 @@ class GeneratorState(AtTheCall):
         if self._is_new and not placement.saved.has(self.name):
             return
         if (seed := placement.seed(self.name)) is not None:
-            placement.at_last(lambda: self._seed(seed))
+            placement.then(lambda: self._seed(seed), at_last=True)
         elif state := placement.object_of(self.name, check=self._check):
-            placement.at_last(lambda: self._set(state()))
+            placement.then(lambda: self._set(state()), at_last=True)
 
     def _check(self, state: Any) -> None:
         check_generator(self._generator, state)
 
     def _seed(self, seed: int) -> None:
-        """Begin anew with it."""
         _seed(self._generator, seed)
 
     def _set(self, state: Any) -> None:

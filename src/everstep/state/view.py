@@ -5,7 +5,7 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,15 @@ from everstep.errors import Mismatch, Unsupported
 from everstep.format.document import digest_of
 from everstep.sharding.fsdp1 import flat_parameters, units_of
 from everstep.sharding.layout import is_dtensor
-from everstep.sharding.leaves import Guard, Leaf, find_aliases
+from everstep.sharding.leaves import (
+    Guard,
+    Leaf,
+    bytes_of,
+    check_tensor,
+    find_aliases,
+    has_elements,
+    pieces_of,
+)
 from everstep.sharding.mapped import Layout, Mapped, described
 from everstep.sharding.ranked import ByRank, Share, own_name, unowned
 from everstep.sharding.redundancy import class_of
@@ -33,22 +41,18 @@ from everstep.sharding.writers import (
 from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
 from everstep.state.late import Late
 from everstep.state.modules import ModuleState
-from everstep.state.nested_tensors import NestedTensors, digests_of, hash_of
 from everstep.state.objects import tensors_in
 from everstep.state.optimizers import OptimizerState
 from everstep.state.overlaps import Memory, memory_of
 from everstep.state.placement import Placement, Saved
 from everstep.state.recorded import RecordShares
-from everstep.state.stateful import (
-    GlobalGenerators,
-    StatefulState,
-    ValueState,
-)
+from everstep.state.stateful import GlobalGenerators, StatefulState, ValueState
 from everstep.state.streams import StreamState
 
 log = logging.getLogger("everstep")
 
 _TORN_MAX = 2
+_COMPARED_BYTES_MAX = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -81,6 +85,77 @@ class Collected:
     own: dict[str, Any] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     """Of small tensors that all ranks should have alike, since the first one's count."""
+
+
+class NestedTensors:
+    """A TensorSink: gathers the tensors met in objects, which are copied at the call. One that is
+    known already gets another name."""
+
+    def __init__(
+        self, names: Mapping[int, str], owners: Mapping[int, int | None], mapped: Mapped
+    ) -> None:
+        self._mapped = mapped
+        self.leaves: dict[str, Leaf] = {}
+        self.spread: list[Leaf] = []
+        """Those that are DTensors, whole."""
+        self.aliases: dict[str, list[str]] = {}
+        self._names = names
+        self._owners = owners
+        self._seen: dict[int, tuple[str, torch.Tensor]] = {}
+        """Keeps them alive, so that ids stay theirs."""
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> str:
+        """Take it; raises Unsupported for one that cannot be stored."""
+        key = id(tensor)
+        known = self._names.get(key) or self._seen.get(key, (None,))[0]
+        if known is not None:
+            if known != name and name not in self.aliases.setdefault(known, []):
+                self.aliases[known].append(name)
+            return name
+        check_tensor(name, tensor)
+        if self._mapped.split(tensor) is not None:
+            raise Unsupported(
+                f"capturing {name!r}: it is a parameter that consists of boxes of other tensors "
+                f"(layout=, FSDP), and cannot be part of an object as well"
+            )
+        if name in self.leaves:
+            raise Unsupported(
+                f"capturing {name!r}: two tensors are found under this name; rename one"
+            )
+        self._seen[key] = name, tensor
+        whole = Leaf(name, tensor.detach(), self._owners.get(key))
+        if is_dtensor(tensor):
+            self.spread.append(whole)
+        for leaf in pieces_of(whole):
+            if has_elements(leaf):
+                self.leaves[leaf.entry] = leaf
+        return name
+
+    def of_rank(self, rank: int) -> Callable[[str, torch.Tensor], str]:
+        """The same, where tensors are one rank's own, and named so."""
+        return lambda name, tensor: self(own_name(name, rank), tensor)
+
+    def all_aliases(self, others: Mapping[str, list[str]]) -> Mapping[str, list[str]]:
+        """More names of tensors, and these."""
+        names = dict.fromkeys((*others, *self.aliases))
+        found = {name: [*others.get(name, ()), *self.aliases.get(name, ())] for name in names}
+        return found if self.aliases else others
+
+
+def _hash_of(tensor: torch.Tensor) -> str:
+    return digest_of(bytes_of(tensor).numpy().data)
+
+
+def _digests_of(leaves: Iterable[Leaf]) -> dict[str, str]:
+    """Of those that are whole, no rank's own, small, and on the CPU."""
+    return {
+        leaf.name: _hash_of(tensor)
+        for leaf in leaves
+        for tensor in [leaf.tensor]
+        if leaf.box is None and unowned(leaf.name) == leaf.name
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj()
+        if tensor.nbytes <= _COMPARED_BYTES_MAX and not tensor.is_neg()
+    }
 
 
 class State:
@@ -232,7 +307,7 @@ class State:
         self._warn_of_overlaps(sink.leaves.values())
         aliases = sink.all_aliases(walk.aliases)
         loose = self._loose_shared_out(sink)
-        digests = {} if self.world.is_alone else digests_of(sink.leaves.values())
+        digests = {} if self.world.is_alone else _digests_of(sink.leaves.values())
         return Collected(walk, loose, aliases, objects, hyperparameters, own, digests)
 
     @property
@@ -243,7 +318,7 @@ class State:
     def held(self) -> dict[str, str]:
         """Digests of the tensors, or boxes of them, that this rank holds at this moment, by entry,
         where replicas are to be compared. Blocks while it reads them. After `collect`."""
-        return {leaf.spec.entry: hash_of(leaf.tensor) for leaf in self._held}
+        return {leaf.spec.entry: _hash_of(leaf.tensor) for leaf in self._held}
 
     def _check_overlaps(self) -> None:
         """Raises Unsupported for values in the memory of models and optimizers."""
