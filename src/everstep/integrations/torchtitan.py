@@ -69,7 +69,8 @@ class EverstepCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         self._folder = Path(base_folder, config.folder)
         self._titans = partial(
             CheckpointManager,
-            dataloader=None if dataloader is None else _Pickling(dataloader),
+            # As its class speaks, which pickles: in torchtitan's own checkpoints.
+            dataloader=None if dataloader is None else _Speech(dataloader, type(dataloader)),
             model_parts=model_parts,
             optimizers=optimizers,
             lr_schedulers=lr_schedulers,
@@ -180,19 +181,13 @@ def _own_position(dataloader: Any) -> Any:
     pickles its own, which no store of everstep should hold: it says it plainly from now on."""
     if not isinstance(dataloader, ParallelAwareDataloader):
         return "exact"
-    for name in ("state_dict", "load_state_dict"):
-        setattr(dataloader, name, partial(getattr(StatefulDataLoader, name), dataloader))
+    vars(dataloader).update(vars(_Speech(dataloader, StatefulDataLoader)))
     return "exact", dataloader.dp_rank, dataloader.dp_world_size
 
 
-class _Pickling:
-    """A loader as its class speaks, for torchtitan's own checkpoints."""
+class _Speech:
+    """How a loader tells its state and takes it, as one of that class."""
 
-    def __init__(self, dataloader: Any) -> None:
-        self._dataloader = dataloader
-
-    def state_dict(self) -> Any:
-        return type(self._dataloader).state_dict(self._dataloader)
-
-    def load_state_dict(self, state: Any) -> None:
-        type(self._dataloader).load_state_dict(self._dataloader, state)
+    def __init__(self, dataloader: Any, kind: Any) -> None:
+        self.state_dict = partial(kind.state_dict, dataloader)
+        self.load_state_dict = partial(kind.load_state_dict, dataloader)

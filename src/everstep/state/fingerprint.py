@@ -133,8 +133,7 @@ def describe(step: int, changed: Sequence[str]) -> str:
         )
     return (
         f"saving step {step}: {shown} changed while the copy was being made, outside of "
-        f"optimizer.step(), so that "
-        f"the copy was thrown away. Between checkpointer.step() and the next optimizer.step() "
-        f"nothing may write "
-        f"to what an optimizer owns; call checkpointer.wait('captured') before you do"
+        f"optimizer.step(), so that the copy was thrown away. Between checkpointer.step() and the "
+        f"next optimizer.step() nothing may write to what an optimizer owns; call "
+        f"checkpointer.wait('captured') before you do"
     )

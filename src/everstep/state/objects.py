@@ -72,10 +72,9 @@ def encode(value: object, path: str, sink: TensorSink, depth: int = 0) -> Json:
         return _tag("numpy.scalar", _bytes(value.tobytes()), dtype=_dtype(value.dtype, path))
     raise Unsupported(
         f"encoding {path}: a {kind.__module__}.{kind.__qualname__} cannot be stored. Checkpoints "
-        "hold tensors, "
-        f"numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes and devices, "
-        "and no pickle: "
-        f"give the object state_dict() and load_state_dict() methods that use those"
+        f"hold tensors, numbers, strings, bytes, lists, tuples, dicts, sets, numpy arrays, dtypes "
+        f"and devices, and no pickle: give the object state_dict() and load_state_dict() methods "
+        f"that use those"
         f"{_LOADER_ADVICE if isinstance(value, DataLoader) else ''}"
     )
 
