@@ -73,7 +73,7 @@ def other_store(stores):
 def temporary_directory():
     """What stands for /tmp where keepers live, and nothing else is chosen; its path is short."""
     with tempfile.TemporaryDirectory(prefix="es-") as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(home, "_TEMPORARY", Path(name))
+        patch.setattr(home, "_temporary_directory", lambda: Path(name))
         patch.delenv("XDG_RUNTIME_DIR", raising=False)
         patch.delenv("EVERSTEP_RUNTIME_DIR", raising=False)
         yield Path(name)

@@ -140,10 +140,10 @@ def test_the_directory_is_this_users_alone(temporary_directory, how, monkeypatch
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.rmdir()
     spoil(directory, how)
-    for _ in range(2):
-        with pytest.raises(Unavailable, match=r"preparing.*EVERSTEP_RUNTIME_DIR"):
-            home.runtime_directory()
-        monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(directory))  # the user's word: nothing else
+    assert home.runtime_directory() == directory.with_name(f"{directory.name}-1")
+    monkeypatch.setenv("EVERSTEP_RUNTIME_DIR", str(directory))  # the user's word: nothing else
+    with pytest.raises(Unavailable, match=r"preparing.*EVERSTEP_RUNTIME_DIR"):
+        home.runtime_directory()
 
 
 @pytest.mark.parametrize("how", SPOILED)

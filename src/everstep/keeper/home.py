@@ -34,8 +34,9 @@ BACKLOG = 128
 _DIRECTORY_BYTES_MAX = 107 - len("/.sock") - 24
 """Linux takes 107 bytes for the path of a socket."""
 _PATIENCE_S = 5.0
+_NAMES_MAX = 8
+"""Of the directories in /tmp that are tried."""
 _TOUCH_S = 3600.0
-_TEMPORARY = Path("/tmp")  # and not TMPDIR, which differs between a user's processes
 _LEFT_S = 86_400.0
 """How long the files of a keeper that was killed are kept: its log may be wanted."""
 
@@ -47,7 +48,8 @@ def runtime_directory() -> Path:
     """Where this user's sockets, locks and keeper logs lie: nobody else can enter it.
 
     It is the first of these that can be had: EVERSTEP_RUNTIME_DIR (nothing else where that is set),
-    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID. Raises Unavailable.
+    XDG_RUNTIME_DIR/everstep, /tmp/everstep-UID, /tmp/everstep-UID-1 and so on: another user may
+    have made those before. Raises Unavailable.
     """
     if chosen := os.environ.get("EVERSTEP_RUNTIME_DIR"):
         return _prepared(Path(chosen).absolute())
@@ -55,7 +57,17 @@ def runtime_directory() -> Path:
     with contextlib.suppress(OSError, Unavailable):
         if given.is_absolute() and _is_private(given.stat()):  # su may leave another user's
             return _prepared(given / "everstep")
-    return _prepared(_TEMPORARY / f"everstep-{os.getuid()}")
+    base = _temporary_directory() / f"everstep-{os.getuid()}"
+    for number in range(1, _NAMES_MAX):
+        with contextlib.suppress(Unavailable):
+            return _prepared(base)
+        base = base.with_name(f"everstep-{os.getuid()}-{number}")
+    return _prepared(base)
+
+
+def _temporary_directory() -> Path:
+    """Without a look at TMPDIR where that is possible: it differs between a user's processes."""
+    return Path("/tmp" if os.access("/tmp", os.W_OK) else os.environ.get("TMPDIR", "/tmp"))
 
 
 def _prepared(directory: Path) -> Path:
