@@ -46,13 +46,13 @@ def test_memory_that_changes_after_the_check(monkeypatch):
     digests[layout.pieces[0].digest] = xxhash.xxh3_128_hexdigest(expected)
     part = Part(0, FileLink("table", 0), (FileLink("pack", layout.size),), tuple(digests), 1)
     source = MemorySource([memoryview(image)])
-    read_chunk = load_module.read_chunk
+    copy_chunk = load_module.copy_chunk
 
     def copy_and_overwrite(*arguments):
-        read_chunk(*arguments)
+        copy_chunk(*arguments)
         image[:] = bytes(len(image))
 
-    monkeypatch.setattr(load_module, "read_chunk", copy_and_overwrite)
+    monkeypatch.setattr(load_module, "copy_chunk", copy_and_overwrite)
     tensor = torch.zeros(5000)
     table = decode_table(encode_table(layout, {}, {}, {}), "a table")
     candidate = SimpleNamespace(sources=lambda part: nullcontext([[source]]), already=())

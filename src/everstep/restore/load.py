@@ -35,7 +35,7 @@ from everstep.restore.deliver import Delivery, Staging, address, devices_of, put
 from everstep.restore.plan import Chunks, Span, Target, plan
 from everstep.sharding.layout import LocalBox
 from everstep.store import catalog
-from everstep.store.read import check_chunk, from_first, read_chunk
+from everstep.store.read import check_chunk, copy_chunk, from_first, read_chunk
 from everstep.tiers.files import Source
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class _Task:
             return False
         if (window := deliveries[0].window(target)) is None:
             return False
-        read_chunk([source], target.offset, window, target.digest, self._where(span, target))
+        copy_chunk(source, target.offset, window, target.digest, self._where(span, target))
         return True
 
     def _where(self, span: Span, target: Target) -> str:
