@@ -270,7 +270,8 @@ class Data:
 
     @cached_property
     def _contents(self) -> dict[int, Content]:
-        return contents(self._image.parsed.table, self._content)
+        parsed = self._image.parsed
+        return contents(parsed.table, parsed.extents, self._content)
 
     def note_durable(self) -> Seen:
         """What does not change is named by later checkpoints. Returns what is seen of that."""

@@ -6,7 +6,7 @@ manifests reach, and a manifest appears only while all files that it names are t
 """
 
 import logging
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from operator import eq
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from everstep.errors import EverstepError, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Part
 from everstep.format.packs import chunk_count, entry_name
-from everstep.format.tables import FileLink, Table, extents
+from everstep.format.tables import Extent, FileLink, Table, extents
 from everstep.store import catalog
 from everstep.tiers.tier import Tier
 
@@ -125,19 +125,20 @@ class StillPacks:
             log.info("looking for what has not changed since %s: %s", name, error)
             return
         for part, table in zip(base.parts, tables, strict=True):
-            self.note(contents(table, part.digests), dict(enumerate(part.packs)))
+            found = contents(table, extents(table), part.digests)
+            self.note(found, dict(enumerate(part.packs)))
 
 
-def contents(table: Table, digests: Sequence[str]) -> dict[int, Content]:
-    """Of the still packs of a part, by their numbers; not of those that are saved in turn, whose
-    files' names tell the steps that they are of."""
+def contents(table: Table, rows: Iterable[Extent], digests: Sequence[str]) -> dict[int, Content]:
+    """Of the still packs of a part, whose extents are `rows`, by their numbers; not of those that
+    are saved in turn, whose files' names tell the steps that they are of."""
     found: dict[int, Content] = {
         number: (pack.size,)
         for number, pack in enumerate(table.packs)
         if pack.still and not pack.turn
     }
     if found:
-        for extent in extents(table):
+        for extent in rows:
             if extent.pack in found:
                 found[extent.pack] = (*found[extent.pack], digests[extent.digest])
     return found
