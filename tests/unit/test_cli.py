@@ -128,6 +128,10 @@ def test_settings_tell_their_units():
     )
 
 
+def test_settings_of_a_document_that_lies():
+    assert text.settings({"budget_bytes": -(10**400), "copy_s": float("nan")}).startswith("budget_")
+
+
 def test_tagged_values_are_told_in_words():
     nan = {"$": "float", "v": "7ff8000000000000"}
     value = {"a": {"$": "tuple", "v": [1.0, nan]}, "b": list(range(9)), "c": {"$": "new"}}

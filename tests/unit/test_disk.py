@@ -246,7 +246,7 @@ def test_what_is_no_regular_file_is_corrupt_at_once(tmp_path, monkeypatch, direc
     os.mkdir("directory")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("socket")
-    for name, to in {"to-fifo": "fifo", "device": "/dev/zero"}.items():
+    for name, to in {"to-fifo": "fifo", "circle": "circle", "device": "/dev/zero"}.items():
         os.symlink(to, name)
     for name in sorted(os.listdir()):
         with pytest.raises(Corrupt, match=f"{name}: it is no regular file"):

@@ -122,10 +122,14 @@ _UNITS_OF_KEYS: dict[str, Callable[[Any], str]] = {
 }
 """What the end of a setting's key says of its value."""
 
+_NUMBERS_END = 1e18
+"""Of those that a setting can be: a document may say anything."""
+
 
 def _setting(key: str, value: Any) -> tuple[str, Any]:
     for ending, text in _UNITS_OF_KEYS.items():
-        if key.endswith(ending) and isinstance(value, int | float):
+        is_number = isinstance(value, int | float) and abs(value) < _NUMBERS_END
+        if key.endswith(ending) and is_number:
             return key.removesuffix(ending), text(value)
     return key.removeprefix("is_"), value
 

@@ -158,7 +158,13 @@ class DiskReader:
         """Raises OSError, and Corrupt for what is no regular file, which might block for ever."""
         self._name = name
         self._direct_fd = -1
-        if not stat.S_ISREG(os.stat(name).st_mode):
+        try:
+            is_regular = stat.S_ISREG(os.stat(name).st_mode)
+        except OSError as error:
+            if error.errno != errno.ELOOP:  # links in a circle
+                raise
+            is_regular = False
+        if not is_regular:
             raise Corrupt(
                 f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a "
                 f"device, or a link to one. Something else was put in its place"
