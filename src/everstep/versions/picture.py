@@ -18,7 +18,10 @@ STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.edgecolor": "#b8bfc9",
     "legend.fontsize": 8,
+    "legend.frameon": False,
     "figure.dpi": 150,
 }
 
