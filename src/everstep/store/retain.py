@@ -53,12 +53,12 @@ def superfluous(
     run = catalog.run_of(disk, checkpoints)
     left = sorted(set(checkpoints) - set(run), key=lambda name: (name.epoch, name.step))
     branches = (list(own) for _, own in groupby(left, lambda name: name.epoch))
-    kept = {name for line in (run, *branches) for name in line[-keep.last :]}
+    kept = {name for line in (run, *branches) for name in line[-keep.last :]} | pinned
     if keep.every:
         kept |= {name for name in checkpoints if name.step % keep.every == 0}
     if keep.tags:
         kept |= set(catalog.read_tags(disk).values())
-    return [name for name in sorted(checkpoints) if name not in kept | pinned]
+    return [name for name in sorted(checkpoints) if name not in kept]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> li
     """Those that no checkpoint outside of `doomed` goes on from. What cannot be read goes on from
     nothing that could be told: as long as it is there, nothing is deleted."""
     committed = catalog.committed(disk)
-    stays: set[CheckpointName | None] = {name for name in committed if name not in doomed}
+    stays = set[CheckpointName | None](committed).difference(doomed)
     for name in sorted(committed, reverse=True):  # a log before what it goes on from
         if name in stays:
             with contextlib.suppress(Missing, Corrupt):
