@@ -209,6 +209,7 @@ def test_an_index_that_lies_is_found_out(store, change, problem):
     with pytest.raises(Corrupt, match=problem):
         Store(store).read(3, [f"{several}.kept_x"])
     assert not any(state[each].kept_x.any() for each in NAMES)
+    assert "the index tells otherwise" in Store(store).verify(3).problems["00000003-0001"][0]
     assert Store(store).verify(2).ok
 
 

@@ -203,6 +203,23 @@ def test_workers_that_die(store):
     assert restore(store, build(2)) == 12
 
 
+def test_what_a_dead_worker_had_written_of_a_base_is_deleted(store):
+    state = build(1)
+    with replicated(store, state) as saver:
+        advance(saver, state, range(1, 5))
+        come(saver, 4)
+        _, worker = begun(saver)
+        there = packs_of(store)
+        names = [f"00000004-0001-abcd-{number}.safetensors" for number in range(2)]
+        for name in names:
+            (store / "data" / name).write_bytes(bytes(1000))
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: packs_of(store) == there, "the end of them")
+        advance(saver, state, range(5, 7))
+    assert Store(store).verify().ok
+    assert restore(store, build(2)) == 6
+
+
 def test_a_worker_ends_with_its_keeper(store):
     state = build(1)
     with replicated(store, state) as saver:

@@ -251,6 +251,7 @@ def test_what_is_no_regular_file_is_corrupt_at_once(tmp_path, monkeypatch, direc
     for name in sorted(os.listdir()):
         with pytest.raises(Corrupt, match=f"{name}: it is no regular file"):
             Disk(tmp_path).open(name, direct)
+        assert Disk(tmp_path).size(name) is not None
 
 
 def test_locks_exclude_and_give_up(tmp_path, monkeypatch):

@@ -87,6 +87,14 @@ class Described:
         for problem in self.problems(known):
             raise Corrupt(f"reading step {self.manifest.step} of {where}: {problem}")
 
+    def index_problems(self) -> Iterator[str]:
+        """Of which pieces its index, if it has one, does not tell."""
+        index = self.manifest.index
+        for number, table in enumerate(self.tables if index else ()):
+            for name, entry in table.tensors.items():
+                if index and not index.tells_of(number, entry):
+                    yield f"tensor {name!r}: the index tells otherwise of part {number}"
+
     def check_boxes(self, wanted: Mapping[str, Sequence[Box]], where: object) -> None:
         """Raises Corrupt where these parts do not have each element of these boxes once, or have
         other tensors than the index says."""

@@ -117,6 +117,13 @@ class Index:
             found.update(*(run.parts_of(box) for box in boxes for run in self.runs[name]))
         return sorted(found)
 
+    def tells_of(self, part: int, entry: TensorEntry) -> bool:
+        """Whether it says what a part's table does of a tensor."""
+        name, boxes = entry.spec.name, [piece.box for piece in entry.pieces if piece.size]
+        known = self.tensors.get(name)
+        is_known = known is not None and known.spec == entry.spec
+        return is_known and all(part in self.parts_of({name: [box]}) for box in boxes)
+
 
 def _fits(run: Run, ndim: int, parts: int) -> bool:
     is_there = run.part + run.times <= parts

@@ -9,10 +9,10 @@ Invariants:
 * It never holds up a commit, nor a slot: what the trainer has filled anew by the time it is read is
   read from the disk.
 * One that dies or fails is started again, and at the next commit goes on from base and records.
-  What it had written of a base goes with the gc of the next epoch. After FAILURES_MAX without any
-  progress, or one that would come again each time, there is none.
+  After FAILURES_MAX without any progress, or one that would come again each time, there is none.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +24,7 @@ from everstep.keeper import wire
 from everstep.keeper.arena import Arena
 from everstep.keeper.job import Job
 from everstep.keeper.workers import Worker
+from everstep.store import commit, names
 from everstep.tiers.tier import Tier
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ class LiveReplica:
         """Whose log it follows."""
         self._newest: tuple[CheckpointName, Sequence[Job]] | None = None
         """A commit of which the worker has not heard, and the jobs in whose slots it may lie."""
+        self._told: CheckpointName | None = None
+        """The newest that the worker knows of, of which it may write a base."""
         self._worker: Worker | None = None
         self._has_come = self._is_lending = self._awaits_base = False
         self._failures = 0
@@ -126,6 +129,7 @@ class LiveReplica:
             if self._is_over:
                 return False
             (name, jobs), self._newest = self._newest or (None, ()), None
+            self._told = name or self._told
             fds = [job.arena.fd for job in jobs if job.arena.fd >= 0]
             worker.send({"type": "follow", "name": name, "lends": self._is_lending}, fds)
             return True
@@ -138,7 +142,17 @@ class LiveReplica:
             self._has_come = self._is_lending = False
         if worker:
             worker.close()
+        if self._told:
+            self._discard(self._told)
         self._wake()
+
+    def _discard(self, name: CheckpointName) -> None:
+        """What a worker that died may have written of a base, in vain."""
+        # Another process may be making that step whole, and publish it.
+        with contextlib.suppress(EverstepError), self._disk.locked(exclusive=True):
+            packs = [f"{names.DATA}/{pack}" for pack in self._disk.list(names.DATA)]
+            own = [path for path in packs if names.is_new_in(path, name)]
+            commit.discard_packs(self._disk, name, own)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:

@@ -4,6 +4,7 @@ import contextlib
 import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from everstep.errors import Corrupt, EverstepError, Missing, Unsupported
@@ -264,4 +265,6 @@ class Store:
             except EverstepError as error:
                 yield 0, str(error)
         if len(tables) == len(manifest.all_parts):
-            yield from ((0, problem) for problem in Described(manifest, tables).problems())
+            described = Described(manifest, tables)
+            problems = chain(described.problems(), described.index_problems())
+            yield from ((0, problem) for problem in problems)

@@ -90,7 +90,8 @@ def living(tier: Tier) -> list[str]:
     if tier.is_directory:
         return []
     files = tier.files(names.WRITERS).items()
-    return [f"{names.WRITERS}/{name}" for name, (_, at) in files if tier.now() - at < LIFE_S]
+    since = tier.now() - LIFE_S if files else 0.0
+    return [f"{names.WRITERS}/{name}" for name, (_, at) in files if at > since]
 
 
 def check_alone(tier: Tier, what: str) -> None:

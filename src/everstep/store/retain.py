@@ -265,7 +265,8 @@ def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> Non
 def _idle(disk: Tier, directory: str) -> set[str]:
     """The files in it that nobody touched for an hour: a document is published within seconds."""
     prefix, files = f"{directory}/" if directory else "", disk.files(directory).items()
-    return {f"{prefix}{name}" for name, (_, at) in files if disk.now() - at > _IDLE_S}
+    since = disk.now() - _IDLE_S if files else 0.0
+    return {f"{prefix}{name}" for name, (_, at) in files if at < since}
 
 
 def _needs(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs:

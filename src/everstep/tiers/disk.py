@@ -348,5 +348,9 @@ def _stat(name: str) -> os.stat_result | None:
     """Of a file; None where there is none. Thousands are asked for: no Path is made of each."""
     try:
         return os.stat(name)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # it is there, and no regular file
+            return os.lstat(name)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
