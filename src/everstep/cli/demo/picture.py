@@ -72,7 +72,7 @@ def _draw_run(axes: Axes, report: Report, attempts: list[Attempt]) -> None:
     for kill in report.kills:
         axes.plot(kill.at_s, kill.returned, "X", color=KILL, ms=9)
         words = "" if kill.restored is None else f"{kill.lost} lost"
-        words += f"\n{kill.base} + {kill.records} records" if kill.records else ""
+        words += f"\n{kill.base} + {text.plural(kill.records, 'record')}" if kill.records else ""
         look = {"va": "center", "textcoords": "offset points", "color": KILL}
         axes.annotate(words, (kill.at_s, kill.returned), (8, 0), **look)
     axes.set_ylim(0)
@@ -109,7 +109,7 @@ def _draw_near(axes: Axes, attempts: list[Attempt]) -> None:
     axes.text(attempt.end, 2.62, " SIGKILL", color=KILL, fontweight="bold", va="center")
     axes.set_yticks([2, 0.5], ["trainer", "saves"])
     axes.set_xlim(attempt.all("returned")[-3]["at"], following.all("returned")[1]["at"])
-    axes.set_ylim(-0.6, 2.85)
+    axes.set_ylim(-1.2, 2.85)  # the legend lies below
     axes.set_xlabel("seconds")
     axes.set_title(f"Kill {number} from near")
     colours = {PHASES[event]: colour for event, colour in COLOURS.items()}
