@@ -323,8 +323,9 @@ class Checkpointer:
             handle = self._saved_already(request)
             if handle is None:
                 self._saves.await_partner()
-                must_wait = self._preemption.is_last
-                handle = self._captures.begin(replace(request, must_wait=must_wait))
+                if self._preemption.is_last:
+                    request = replace(request, must_wait=True)
+                handle = self._captures.begin(request)
                 self._begun = handle or self._begun
         finally:
             stall_s = time.perf_counter() - began

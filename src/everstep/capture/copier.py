@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -486,8 +488,8 @@ class Copier:
         return landings
 
 
-def _by_owner(leaves: Iterable[Leaf]) -> dict[int | None, tuple[Leaf, ...]]:
+def _by_owner(leaves: Iterable[Leaf]) -> dict[int | None, list[Leaf]]:
     owners: dict[int | None, list[Leaf]] = {}
-    for leaf in leaves:
-        owners.setdefault(leaf.owner, []).append(leaf)
-    return {owner: tuple(members) for owner, members in owners.items()}
+    for owner, members in groupby(leaves, attrgetter("owner")):
+        owners.setdefault(owner, []).extend(members)
+    return owners

@@ -7,6 +7,7 @@ the keeper refuses the step, and whole states follow until they are together aga
 """
 
 from collections.abc import Mapping, Sequence, Set
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class RankAgreement:
         others how they are to be read: another rank may hold a gradient in another form."""
         tensors, calls = taken.tensors, taken.calls
         if self.world.is_alone:
-            return tuple(Leaf(name, each, owner) for name, each in tensors.items()), calls
+            return tuple(map(Leaf, tensors, tensors.values(), repeat(owner))), calls
         special = {
             f"@{number}.{name}"
             for number, call in enumerate(calls)

@@ -192,11 +192,10 @@ def part_of(
 ) -> Collected:
     """Those leaves, and the digests, as a state of their own, and of those in objects these."""
     all_leaves = (*leaves, *(leaf for each in slices for leaf in each.leaves))
-    names = {id(leaf.tensor): leaf.name for leaf in all_leaves}
     kept = {leaf.name for leaf in (*all_leaves, *loose)}
     aliases = {name: found for name, found in collected.aliases.items() if name in kept}
     sharded = tuple(leaf for leaf in collected.walk.sharded if leaf.name in kept)
-    walk = Walk(all_leaves, names, {}, collected.walk.optimizers, sharded)
+    walk = Walk(all_leaves, {}, {}, collected.walk.optimizers, sharded)
     return replace(collected, walk=walk, loose=loose, aliases=aliases)
 
 

@@ -73,6 +73,7 @@ COMPLETE = (SlotState.SEALED, SlotState.DONE, SlotState.FAILED)
 SUBMITTED = (SlotState.ANNOUNCED, SlotState.SEALED, SlotState.TORN)
 """The keeper has to end them."""
 _REUSABLE = (SlotState.FREE, SlotState.DONE, SlotState.FAILED)
+_STATES = {int(state): state for state in SlotState}
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +183,7 @@ class Arena:
 
     def state(self, slot: int) -> SlotState:
         """The slot's state; FREE for a byte that is none."""
-        value = self._map[self._row_at(slot) + _STATE_AT]
-        return SlotState(value) if value in SlotState.__members__.values() else SlotState.FREE
+        return _STATES.get(self._map[self._row_at(slot) + _STATE_AT], SlotState.FREE)
 
     def set_state(self, slot: int, state: SlotState) -> None:
         """One byte: other processes see the old state or the new one."""

@@ -246,12 +246,12 @@ class Recorder:
             self._fingerprints[optimizer.index] = known.again(self._turn)
 
     def take(self) -> Taken:
-        """What came since the last `take`, which is forgotten here. Raises Unsupported where it is
-        no record."""
+        """What came since the last `take`, which is forgotten here. The optimizers' tensors are in
+        the same memory (see Chain.goes_on). Raises Unsupported where it is no record."""
         for optimizer in self._optimizers:
             if optimizer.is_graphed:
                 self.refuse(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
-            self._is_untouched(optimizer)
+            self._is_untouched(optimizer, is_in_place=True)
         for call in self._calls:
             self._check_held(call)
         if any(call.is_open for call in self._calls):
@@ -268,7 +268,9 @@ class Recorder:
                 for name, parameter in call.plain.items()
                 if call.tensors[name].dtype == parameter.dtype
             }
-        tensors = {name: tensor for call in calls for name, tensor in call.tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for call in calls:
+            tensors |= call.tensors
         held = [call.held for call in calls if call.held]
         return Taken(tensors, [call.said for call in calls], held)
 
@@ -307,12 +309,18 @@ class Recorder:
                 )
             )
 
-    def _is_untouched(self, optimizer: OptimizerState, at_base: Fingerprint | None = None) -> bool:
+    def _is_untouched(
+        self,
+        optimizer: OptimizerState,
+        at_base: Fingerprint | None = None,
+        *,
+        is_in_place: bool = False,
+    ) -> bool:
         """Whether its state is as its last call left it, and its parameters are as they were
         `at_base`; else that is the problem."""
         is_early = optimizer.index in self._early
         known = None if is_early else self._fingerprints.get(optimizer.index)
-        changed = known.changed() if known else []
+        changed = known.changed(is_in_place=is_in_place) if known else []
         if not changed and at_base:
             changed = at_base.changed()
         if changed:

@@ -67,18 +67,19 @@ class Place:
     def check(self) -> None:
         """Raises Unsupported where the dict has something else there by now: what was there would
         be saved, without a word. Values may change."""
-        where = f"the state has changed since this Checkpointer was made: {self.name!r}"
         is_fixed = self.is_live or self.parts is not None
         if is_fixed and self.holder is not None and self.holder[self.key] is not self.value:
-            raise Unsupported(
-                f"{where} is another object. Close this Checkpointer, and make one with the new "
-                f"object"
-            )
+            self._refuse("is another object")
         if self.parts is not None:
             now = tuple(_keys(self.value))
             if now != self.parts and set(now) != set(self.parts):
-                parts = f"has the parts {_named(now)}, it had {_named(self.parts)}"
-                raise Unsupported(f"{where} {parts}. Close this Checkpointer, and make another one")
+                self._refuse(f"has the parts {_named(now)}, it had {_named(self.parts)}")
+
+    def _refuse(self, problem: str) -> None:
+        raise Unsupported(
+            f"the state has changed since this Checkpointer was made: {self.name!r} {problem}. "
+            f"Close this Checkpointer, and make one with what there is now"
+        )
 
 
 def places_in(state: dict[str, Any]) -> list[Place]:

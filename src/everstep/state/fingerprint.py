@@ -69,16 +69,17 @@ class Fingerprint:
         other._live, other._hashing = [], None
         return other
 
-    def changed(self) -> list[str]:
+    def changed(self, *, is_in_place: bool = False) -> list[str]:
         """The names of the tensors that were written to since, or have other memory. Waits for the
-        thread that hashes."""
+        thread that hashes. `is_in_place`: it is known that they have the same memory."""
         found: list[str] = []
         versions = list(map(_version, self._counted))
         if versions != self._versions:
             rows = zip(self._names, versions, self._versions, strict=True)
             found += [name for name, version, known in rows if version != known]
         found += [name for at, size, name, known in self._samples if _peek(at, size) != known]
-        if self._live and (addresses := self._addresses_now()) != self._addresses:
+        is_followed = self._live and not is_in_place
+        if is_followed and (addresses := self._addresses_now()) != self._addresses:
             pairs = zip(self._live, addresses, self._addresses, strict=True)
             found += [leaf.name for leaf, address, known in pairs if address != known]
         if self._hashing and not found:

@@ -57,6 +57,8 @@ class OptimizerState:
         """Of what was seen through, and has state of its own beside it: its class."""
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
+        self._of_parameters = 0
+        """So many entries of its state, when they were last looked for."""
 
     @property
     def is_graphed(self) -> bool:
@@ -118,6 +120,8 @@ class OptimizerState:
         """State tensors, and parameters that no module holds."""
         found: list[Leaf] = []
         self._keys, self._plain = {}, []
+        stateful = {id(each) for _, _, each, _ in self.parameters() if each in self.state}
+        self._of_parameters = len(stateful)
         guard.watch_attribute(inner_of(self.optimizer), "state")  # load_state_dict makes new ones
         guard.watch_attribute(self.optimizer, "param_groups")
         guard.watch_size(self.state)
@@ -187,9 +191,8 @@ class OptimizerState:
                     f"{state[key]!r}, in different parameters that are parts of it"
                 )
         # State of a tensor that is in no group any more has no effect.
-        other = {
-            key: value for key, value in self.state.items() if not isinstance(key, torch.Tensor)
-        }
+        entries = self.state.items() if len(self.state) > self._of_parameters else ()
+        other = {key: value for key, value in entries if not isinstance(key, torch.Tensor)}
         if not plain and not other:
             return None
         return {
