@@ -30,6 +30,9 @@ from everstep.store import catalog, commit, names, retain
 
 log = logging.getLogger(__name__)
 
+_LOOKS = 16
+"""Of retention, until a log has doubled."""
+
 
 def persist(
     writer: Writer, jobs: Iterable[NodeSave], announce_written: Callable[[NodeSave], None]
@@ -339,9 +342,13 @@ def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) 
         commit.discard_packs(writer.disk, last, own)
 
 
-def apply_retention(writer: Writer) -> None:
-    """Delete what `keep` does not cover."""
-    if writer.keep:
+def apply_retention(writer: Writer, *, after_record: bool = False) -> None:
+    """Delete what `keep` does not cover. `after_record`: little can have become free, and to look
+    takes longer the longer the log is; so it is looked for when that has grown by a sixteenth."""
+    writer.unlooked += 1
+    is_due = not after_record or writer.unlooked * _LOOKS > len(writer.cache)
+    if writer.keep and is_due:
+        writer.unlooked = 0
         waiting = writer.remote.pinned if writer.remote else frozenset[CheckpointName]()
         retain.tidy(writer.disk, writer.keep, writer.cache, waiting)
 

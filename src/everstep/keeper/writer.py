@@ -129,6 +129,8 @@ class Writer:
     parent_digest: str | None = None
     run: str | None = None
     cache: retain.NeedsCache = field(default_factory=dict)
+    unlooked: int = 0
+    """Commits since retention last looked."""
     traffic: Traffic = field(init=False)
     """To the disk."""
     encoder: Encoder = field(default_factory=Encoder)

@@ -49,7 +49,12 @@ def superfluous(
 ) -> list[CheckpointName]:
     """The checkpoints that `keep` does not cover, oldest first. `pinned`: those that stay until
     they are copied to another tier."""
-    checkpoints = catalog.committed(disk)
+    return _superfluous(disk, catalog.committed(disk), keep, pinned)
+
+
+def _superfluous(
+    disk: Tier, checkpoints: list[CheckpointName], keep: Keep, pinned: Set[CheckpointName]
+) -> list[CheckpointName]:
     run = catalog.run_of(disk, checkpoints)
     left = sorted(set(checkpoints) - set(run), key=lambda name: (name.epoch, name.step))
     branches = (list(own) for _, own in groupby(left, lambda name: name.epoch))
@@ -98,7 +103,8 @@ def apply(
     who does this often the reading of manifests, which never change."""
     cache = {} if cache is None else cache
     with disk.locked(exclusive=True):
-        free = _free(disk, superfluous(disk, keep, pinned), cache)
+        committed = catalog.committed(disk)
+        free = _free(disk, committed, _superfluous(disk, committed, keep, pinned), cache)
         return _delete(disk, free, cache) if free else 0
 
 
@@ -148,10 +154,14 @@ def cut_off(
     return found
 
 
-def _free(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> list[CheckpointName]:
+def _free(
+    disk: Tier,
+    committed: Sequence[CheckpointName],
+    doomed: Sequence[CheckpointName],
+    cache: NeedsCache,
+) -> list[CheckpointName]:
     """Those that no checkpoint outside of `doomed` goes on from. What cannot be read goes on from
     nothing that could be told: as long as it is there, nothing is deleted."""
-    committed = catalog.committed(disk)
     stays = set[CheckpointName | None](committed).difference(doomed)
     for name in sorted(committed, reverse=True):  # a log before what it goes on from
         if name in stays:

@@ -369,11 +369,11 @@ class Team:
         if self._router and (routed := self._router.persist(first, self._announce_written)):
             self._end_save(first, routed)
             return
-        committed = self.writer.traffic.copied
+        committed, is_record = self.writer.traffic.copied, is_plain(first)
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
         if self.writer.traffic.copied > committed:
-            apply_retention(self.writer)
+            apply_retention(self.writer, after_record=is_record)
 
     def _announce_written(self, save: NodeSave) -> None:
         for local, job in enumerate(save.jobs):
