@@ -94,7 +94,7 @@ class Image:
         """Bytes that lie in one segment, as those of a header and of a piece do; blocks until they
         are there. Raises Unsupported where they never will be."""
         starts = self._starts[extent.pack]
-        at = max(0, bisect_right(starts, extent.offset) - 1)
+        at = max(0, bisect_right(starts, extent.offset) - 1) if len(starts) > 1 else 0
         segment, start = self.packs[extent.pack][at], extent.offset - starts[at]
         segment.wait(start + extent.size)
         return segment.view[start : start + extent.size]

@@ -105,7 +105,7 @@ def apply(
     with disk.locked(exclusive=True):
         committed = catalog.committed(disk)
         free = _free(disk, committed, _superfluous(disk, committed, keep, pinned), cache)
-        return _delete(disk, free, cache) if free else 0
+        return _delete(disk, committed, free, cache) if free else 0
 
 
 def tidy(
@@ -136,7 +136,7 @@ def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
                 f"restored any more. To delete that, too: everstep rm {disk.root} "
                 f"{' '.join(asked)} --following"
             )
-        return _delete(disk, doomed, cache)
+        return _delete(disk, catalog.committed(disk), doomed, cache)
 
 
 def cut_off(
@@ -170,8 +170,12 @@ def _free(
     return [name for name in doomed if name not in stays]
 
 
-def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> int:
-    committed = catalog.committed(disk)
+def _delete(
+    disk: Tier,
+    committed: Sequence[CheckpointName],
+    doomed: Sequence[CheckpointName],
+    cache: NeedsCache,
+) -> int:
     needed = _reachable(disk, [name for name in committed if name not in doomed], cache)
     needed |= _told(disk, set(committed))
     files: set[str] = set()
@@ -181,7 +185,7 @@ def _delete(disk: Tier, doomed: Sequence[CheckpointName], cache: NeedsCache) -> 
     for tag, name in catalog.read_tags(disk).items():
         if name in doomed:
             disk.delete(names.tag_path(tag))
-    _settle_absent(disk, set(catalog.committed(disk)), catalog.newest_epoch(disk))
+    _settle_absent(disk, set(committed), catalog.newest_epoch(disk))
     for name in sorted(doomed, reverse=True):  # a log before what it goes on from
         disk.delete(names.manifest_path(name))
         if disk.size(names.state_path(name)) is not None:  # last: the log may need it
