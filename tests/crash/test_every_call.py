@@ -190,13 +190,17 @@ def test_retention(folder, fault):
     keep = Keep(last=2)
 
     def apply(disk: Disk, promises: Promises) -> None:
-        assert promises.checkpoints.isdisjoint(retain.superfluous(disk, keep))
+        assert promises.checkpoints.isdisjoint(
+            retain.superfluous(disk, catalog.committed(disk), keep)
+        )
         retain.apply(disk, keep)
-        assert not retain.superfluous(disk, keep)
+        assert not retain.superfluous(disk, catalog.committed(disk), keep)
 
     def prepare(disk: Disk) -> Promises:
         promises = _branches(disk)
-        promises.checkpoints = set(catalog.committed(disk)) - set(retain.superfluous(disk, keep))
+        promises.checkpoints = set(catalog.committed(disk)) - set(
+            retain.superfluous(disk, catalog.committed(disk), keep)
+        )
         return promises
 
     assert sweep(folder, prepare, apply, fault, leaves(5, epoch=2, checkpoints=5)) > 6

@@ -14,8 +14,9 @@ from stores import go_on, make_store, packs_of
 
 
 def _kept(trainer, keep: Keep) -> list[str]:
-    gone = retain.superfluous(trainer.disk, keep)
-    return [f"{n.step}-{n.epoch}" for n in catalog.committed(trainer.disk) if n not in gone]
+    committed = catalog.committed(trainer.disk)
+    gone = retain.superfluous(trainer.disk, committed, keep)
+    return [f"{n.step}-{n.epoch}" for n in committed if n not in gone]
 
 
 def test_the_last_of_the_run_and_of_each_branch(tmp_path):

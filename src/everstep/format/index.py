@@ -13,13 +13,7 @@ from typing import Any, NamedTuple
 
 from everstep.format.boxes import Box
 from everstep.format.document import natural
-from everstep.format.tables import (
-    OPTIMIZERS,
-    TENSOR,
-    TensorEntry,
-    tensor_from_json,
-    tensor_to_json,
-)
+from everstep.format.tables import OPTIMIZERS, TENSOR, TensorEntry, tensor_from_json, tensor_to_json
 
 INDEXED_FROM_PARTS = 16
 """A state of fewer is as soon read whole, and each of its manifests would have the index."""

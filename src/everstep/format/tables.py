@@ -14,15 +14,7 @@ from typing import Any
 
 from everstep.errors import Unsupported
 from everstep.format.boxes import Box
-from everstep.format.document import (
-    Shape,
-    digest,
-    malformed,
-    natural,
-    seal,
-    uncollected,
-    unseal,
-)
+from everstep.format.document import Shape, digest, malformed, natural, seal, uncollected, unseal
 from everstep.format.dtypes import ITEM_SIZES, plane_count
 from everstep.format.packs import Layout, PackShape, Piece, Spec, chunk_count, chunks
 from everstep.format.tiling import find_flaw

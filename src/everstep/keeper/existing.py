@@ -16,11 +16,7 @@ CALL = "call"
 
 
 def check_same(
-    disk: Tier,
-    mine: Manifest,
-    table: bytes,
-    steps: tuple[int, ...] = (),
-    node: int | None = None,
+    disk: Tier, mine: Manifest, table: bytes, steps: tuple[int, ...] = (), node: int | None = None
 ) -> None:
     """Raises Conflict where the manifest of this step, as it is on the disk, is another.
 

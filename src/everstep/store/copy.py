@@ -14,13 +14,7 @@ from dataclasses import dataclass, field
 
 from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.document import seal
-from everstep.format.manifest import (
-    CheckpointName,
-    Manifest,
-    Part,
-    check_follows,
-    check_table,
-)
+from everstep.format.manifest import CheckpointName, Manifest, Part, check_follows, check_table
 from everstep.format.packed import content_digests
 from everstep.format.tables import FileLink, Table
 from everstep.store import catalog, commit, names, read
@@ -356,10 +350,7 @@ def _find(tier: Readable, path: str) -> bytes | None:
 
 
 def fork(
-    source: Tier,
-    target: Tier,
-    name: CheckpointName,
-    progress: Progress = lambda done, total: None,
+    source: Tier, target: Tier, name: CheckpointName, progress: Progress = lambda done, total: None
 ) -> Copied:
     """Begin a run of its own in `target`, a new place, at a checkpoint of `source`; blocks.
     Manifests and epochs are the same, files are shared where one medium has both, and everstep.json

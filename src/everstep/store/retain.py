@@ -21,6 +21,8 @@ log = logging.getLogger("everstep")
 
 _IDLE_S = 3600.0
 
+Names = Sequence[CheckpointName]
+
 
 @dataclass(frozen=True, slots=True)
 class Keep:
@@ -45,16 +47,10 @@ class Keep:
 
 
 def superfluous(
-    disk: Tier, keep: Keep, pinned: Set[CheckpointName] = frozenset()
-) -> list[CheckpointName]:
-    """The checkpoints that `keep` does not cover, oldest first. `pinned`: those that stay until
-    they are copied to another tier."""
-    return _superfluous(disk, catalog.committed(disk), keep, pinned)
-
-
-def _superfluous(
-    disk: Tier, checkpoints: list[CheckpointName], keep: Keep, pinned: Set[CheckpointName]
-) -> list[CheckpointName]:
+    disk: Tier, checkpoints: Names, keep: Keep, pinned: Set[CheckpointName] = frozenset()
+) -> Names:
+    """Of these, all of the store, those that `keep` does not cover, oldest first. `pinned`: those
+    that stay until they are copied to another tier."""
     run = catalog.run_of(disk, checkpoints)
     left = sorted(set(checkpoints) - set(run), key=lambda name: (name.epoch, name.step))
     branches = (list(own) for _, own in groupby(left, lambda name: name.epoch))
@@ -104,7 +100,7 @@ def apply(
     cache = {} if cache is None else cache
     with disk.locked(exclusive=True):
         committed = catalog.committed(disk)
-        free = _free(disk, committed, _superfluous(disk, committed, keep, pinned), cache)
+        free = _free(disk, committed, superfluous(disk, committed, keep, pinned), cache)
         return _delete(disk, committed, free, cache) if free else 0
 
 
@@ -118,7 +114,7 @@ def tidy(
         log.exception("retention in %s", disk.root)
 
 
-def delete(disk: Tier, doomed: Sequence[CheckpointName]) -> int:
+def delete(disk: Tier, doomed: Names) -> int:
     """Delete checkpoints and the files that only they needed. Returns the bytes freed.
 
     Raises Conflict, and deletes nothing, where a log that stays goes on from one of them.
@@ -154,12 +150,7 @@ def cut_off(
     return found
 
 
-def _free(
-    disk: Tier,
-    committed: Sequence[CheckpointName],
-    doomed: Sequence[CheckpointName],
-    cache: NeedsCache,
-) -> list[CheckpointName]:
+def _free(disk: Tier, committed: Names, doomed: Names, cache: NeedsCache) -> Names:
     """Those that no checkpoint outside of `doomed` goes on from. What cannot be read goes on from
     nothing that could be told: as long as it is there, nothing is deleted."""
     stays = set[CheckpointName | None](committed).difference(doomed)
@@ -170,12 +161,7 @@ def _free(
     return [name for name in doomed if name not in stays]
 
 
-def _delete(
-    disk: Tier,
-    committed: Sequence[CheckpointName],
-    doomed: Sequence[CheckpointName],
-    cache: NeedsCache,
-) -> int:
+def _delete(disk: Tier, committed: Names, doomed: Names, cache: NeedsCache) -> int:
     needed = _reachable(disk, [name for name in committed if name not in doomed], cache)
     needed |= _told(disk, set(committed))
     files: set[str] = set()

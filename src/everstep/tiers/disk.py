@@ -19,13 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable, Unsupported
-from everstep.tiers.files import (
-    WRITES_IN_FLIGHT,
-    DiskReader,
-    NewFile,
-    read_whole,
-    telling,
-)
+from everstep.tiers.files import WRITES_IN_FLIGHT, DiskReader, NewFile, read_whole, telling
 from everstep.tiers.system import System
 
 LOCK_WAIT_S = 60.0

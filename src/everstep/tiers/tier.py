@@ -130,10 +130,7 @@ def name_of(store: str | os.PathLike[str]) -> str:
     return place if isinstance(place, Url) else os.path.realpath(place)
 
 
-def tier_at(
-    store: str | os.PathLike[str],
-    patience_s: float = PATIENCE_S,
-) -> Tier:
+def tier_at(store: str | os.PathLike[str], patience_s: float = PATIENCE_S) -> Tier:
     """The tier of a store. `patience_s`: for how long calls of a bucket are tried again. Raises
     Unsupported for a URL of an unknown kind."""
     place = place_of(store)

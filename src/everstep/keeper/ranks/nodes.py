@@ -31,13 +31,7 @@ from everstep.errors import EverstepError, Mismatch, Unavailable
 from everstep.format.document import digest_of
 from everstep.format.global_tensors import index_of
 from everstep.format.index import INDEXED_FROM_PARTS, Index
-from everstep.format.manifest import (
-    CheckpointName,
-    Manifest,
-    Part,
-    check_table,
-    encode_manifest,
-)
+from everstep.format.manifest import CheckpointName, Manifest, Part, check_table, encode_manifest
 from everstep.format.merge import renumbered, unite_optimizers, unite_tables
 from everstep.format.node_parts import NodePart, encode_node_part
 from everstep.format.tables import Table, decode_table, seal_table
@@ -267,10 +261,7 @@ class Nodes:
         return self._await(name, look, lambda: "the node of rank 0 did not commit it")
 
     def _await(
-        self,
-        name: CheckpointName | None,
-        look: Callable[[], T | None],
-        late: Callable[[], str],
+        self, name: CheckpointName | None, look: Callable[[], T | None], late: Callable[[], str]
     ) -> T:
         """Look until something is there. By polling: what is shared is a file system."""
         began = looked = time.monotonic()
