@@ -189,18 +189,17 @@ def test_the_claim_of_an_epoch(folder, fault):
 def test_retention(folder, fault):
     keep = Keep(last=2)
 
+    def superfluous(disk: Disk) -> retain.Names:
+        return retain.superfluous(disk, catalog.committed(disk), keep)
+
     def apply(disk: Disk, promises: Promises) -> None:
-        assert promises.checkpoints.isdisjoint(
-            retain.superfluous(disk, catalog.committed(disk), keep)
-        )
+        assert promises.checkpoints.isdisjoint(superfluous(disk))
         retain.apply(disk, keep)
-        assert not retain.superfluous(disk, catalog.committed(disk), keep)
+        assert not superfluous(disk)
 
     def prepare(disk: Disk) -> Promises:
         promises = _branches(disk)
-        promises.checkpoints = set(catalog.committed(disk)) - set(
-            retain.superfluous(disk, catalog.committed(disk), keep)
-        )
+        promises.checkpoints = set(catalog.committed(disk)).difference(superfluous(disk))
         return promises
 
     assert sweep(folder, prepare, apply, fault, leaves(5, epoch=2, checkpoints=5)) > 6
