@@ -26,7 +26,8 @@ Names = Sequence[CheckpointName]
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints to keep; what is covered by none of these is deleted after the next commit.
+    """Which checkpoints to keep; what is covered by none of these is deleted after the next commit;
+    in a long log, after one of the next.
 
     last: the newest so many of the run, and of each branch that it left behind. every: in addition,
     each step that is a multiple of this (0: none). tags: in addition, whatever a tag names.
