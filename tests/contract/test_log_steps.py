@@ -3,7 +3,7 @@ beginning, into a state that does not fit."""
 
 import pytest
 import torch
-from logs import Plain, build, train
+from logs import Plain, build, durable, train
 from runs import check_same, check_steps, checkpointer, freeze, kinds, logged, run_logged, snapshot
 from torch import nn
 
@@ -165,3 +165,10 @@ def test_no_memory_for_one_record(store, monkeypatch):
             frozen[step] = snapshot(state)
     check_steps(store, build(2), frozen)
     assert kinds(store) == "brrbrrr"
+
+
+def test_a_long_log_goes_soon_after_its_successor_has_come(store):
+    """Retention looks seldom while a log grows, and often when there is a new base."""
+    frozen = run_logged(store, build(1), train, steps=46, each=durable, keep=Keep(3), base_every=40)
+    assert kinds(store) == "brrrrr"
+    check_steps(store, build(2), {step: frozen[step] for step in range(41, 47)})

@@ -3,8 +3,8 @@ chain ends, a whole state is saved instead, and that is told."""
 
 import pytest
 import torch
-from logs import WRITES, build, check_run, durable, train, write
-from runs import bits, checkpointer, logged
+from logs import WRITES, Plain, build, check_run, durable, train, write
+from runs import bits, check_steps, checkpointer, kinds, logged, snapshot
 from torch import nn
 
 import forked
@@ -149,3 +149,33 @@ def test_optimizer_state_changed_by_hand(store, caplog):
 
     check_run(store, build, change, "brrrbrrr", each=durable)
     assert ".exp_avg' changed" in caplog.text
+
+
+class Numbered(Plain):
+    """Its momentum has a number for a name."""
+
+    @torch.no_grad()
+    def update(self):
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            momentum = self.state[parameter].setdefault(0, torch.zeros_like(parameter))
+            parameter.sub_(momentum.mul_(0.9).add_(parameter.grad), alpha=0.01)
+
+
+@pytest.mark.parametrize("what", ["a weight that is copied at the call", "momentum"])
+def test_what_moves_between_the_update_and_the_call(store, what):
+    """No record tells of it, whatever looks at its address."""
+    state, frozen = build(1, Numbered), {}
+    weight = state["model"][2].weight
+    with logged(store, state) as saver:
+        if "call" in what:
+            saver._state.suspect(["model.2.weight"])
+            saver._state.suspect(["model.2.weight"])
+        for step in range(1, 9):
+            train(state)
+            moved = state["optimizer"].state[weight][0] if what == "momentum" else weight
+            if step == 5:
+                moved.data = moved.data + 1.0
+            saver.step(step).wait("local")
+            frozen[step] = snapshot(state)
+    assert kinds(store)[3:] == "rbrrr"
+    check_steps(store, build(2, Numbered), frozen)

@@ -178,7 +178,7 @@ class Log:
     def _record(self, step: int, collected: Collected) -> Captured:
         assert self._last
         run, walk = self._run, collected.walk
-        taken = run.recorder.take()
+        taken = run.recorder.take(walk)
         own, calls = run.ranks.share(taken, RECORD_OWNER)
         pieces, share = self._share(step, walk)
         slices = run.recorder.slices() + self._derived.slices(collected, run.pace.overlap_s)

@@ -165,7 +165,7 @@ class Spread:
         else:
             if not self._chain.goes_on(collected) or not window.steps[-1] < step <= window.due:
                 raise Unsupported(f"it does not go on from step {window.steps[-1]} of its window")
-            taken = recorder.take()
+            taken = recorder.take(collected.walk)
             record, calls = self._run.ranks.share(taken, RECORD_OWNER)
             if step == window.due:  # before that the pieces are of several steps
                 recorder.roll(self._run.pace.overlap_s)

@@ -342,12 +342,13 @@ def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) 
         commit.discard_packs(writer.disk, last, own)
 
 
-def apply_retention(writer: Writer, *, after_record: bool = False) -> None:
-    """Delete what `keep` does not cover. `after_record`: little can have become free, and to look
-    takes longer the longer the log is; so it is looked for when that has grown by a sixteenth."""
-    writer.unlooked += 1
-    is_due = not after_record or writer.unlooked * _LOOKS > len(writer.cache)
-    if writer.keep and is_due:
+def apply_retention(writer: Writer, records: int = 0) -> None:
+    """Delete what `keep` does not cover. `records`: so many were committed, and nothing else: by
+    them little becomes free, and to look takes longer the longer the log is, so that it is looked
+    when that has grown by a sixteenth."""
+    writer.records = writer.records + records if records else 0
+    writer.unlooked += records
+    if writer.keep and writer.unlooked * _LOOKS >= writer.records:
         writer.unlooked = 0
         waiting = writer.remote.pinned if writer.remote else frozenset[CheckpointName]()
         retain.tidy(writer.disk, writer.keep, writer.cache, waiting)

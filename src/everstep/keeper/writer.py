@@ -129,8 +129,10 @@ class Writer:
     parent_digest: str | None = None
     run: str | None = None
     cache: retain.NeedsCache = field(default_factory=dict)
+    records: int = 0
+    """Of the log since the last whole state; ..."""
     unlooked: int = 0
-    """Commits since retention last looked."""
+    """... and those of them that came since retention last looked."""
     traffic: Traffic = field(init=False)
     """To the disk."""
     encoder: Encoder = field(default_factory=Encoder)

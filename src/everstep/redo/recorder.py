@@ -119,6 +119,8 @@ class Recorder:
         self._noted: Counter[int] = Counter()
         """How often each parameter had a gradient."""
         self._turn = 0
+        self._walk: object = None
+        """In which the tensors were where their fingerprints found them."""
         self._copied: set[int] = set()
         """Parameters whose gradients were written to while they were held, or come in memory that
         is used again: they are copied for good."""
@@ -175,7 +177,7 @@ class Recorder:
 
     def stop(self) -> None:
         """Note nothing, and forget what was noted: the state is another one now."""
-        self.is_on = False
+        self.is_on, self._walk = False, None
         self._recording.set(False)
         self.only = None
         self._calls.clear()
@@ -245,13 +247,16 @@ class Recorder:
         if known := self._fingerprints.get(optimizer.index):
             self._fingerprints[optimizer.index] = known.again(self._turn)
 
-    def take(self) -> Taken:
-        """What came since the last `take`, which is forgotten here. The optimizers' tensors are in
-        the same memory (see Chain.goes_on). Raises Unsupported where it is no record."""
+    def take(self, walk: object) -> Taken:
+        """What came since the last `take`, which is forgotten here. `walk`: of the state as it is
+        now; while it is the same object, nothing of it has moved. Raises Unsupported where it is
+        no record."""
+        is_same, self._walk = walk is self._walk, walk
         for optimizer in self._optimizers:
             if optimizer.is_graphed:
                 self.refuse(f"updates of {optimizer.name!r} may come from a CUDA graph, unseen")
-            self._is_untouched(optimizer, is_in_place=True)
+            # Who keeps numbers may keep tensors beside them that no walk has.
+            self._is_untouched(optimizer, is_in_place=is_same and not optimizer.keeps_numbers)
         for call in self._calls:
             self._check_held(call)
         if any(call.is_open for call in self._calls):

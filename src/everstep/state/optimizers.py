@@ -191,7 +191,7 @@ class OptimizerState:
                     f"{state[key]!r}, in different parameters that are parts of it"
                 )
         # State of a tensor that is in no group any more has no effect.
-        entries = self.state.items() if len(self.state) > self._of_parameters else ()
+        entries = self.state.items() if len(self.state) != self._of_parameters else ()
         other = {key: value for key, value in entries if not isinstance(key, torch.Tensor)}
         if not plain and not other:
             return None

@@ -60,7 +60,8 @@ class Walk:
     """What changes rarely: the leaves, other names of theirs,
     and the optimizers' part of the table.
 
-    The same object is returned for as long as nothing has changed. `names`: of the leaves, by id().
+    The same object is returned for as long as nothing has changed. `names`: of the leaves, by id()
+    (of a record's none).
     Of several ranks `leaves` are those that this one writes. `sharded`: the DTensors that leaves
     are parts of, which count what torch writes to them, and their parts do not.
     """

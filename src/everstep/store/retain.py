@@ -102,7 +102,7 @@ def apply(
     with disk.locked(exclusive=True):
         committed = catalog.committed(disk)
         free = _free(disk, committed, superfluous(disk, committed, keep, pinned), cache)
-        return _delete(disk, committed, free, cache) if free else 0
+        return _delete(disk, free, cache) if free else 0
 
 
 def tidy(
@@ -111,7 +111,7 @@ def tidy(
     """`apply`, after a commit. A failure is logged: it costs space, not a checkpoint."""
     try:
         apply(disk, keep, cache, pinned)
-    except Exception:  # the next commit tries again
+    except Exception:  # one of the next commits tries again
         log.exception("retention in %s", disk.root)
 
 
@@ -133,7 +133,7 @@ def delete(disk: Tier, doomed: Names) -> int:
                 f"restored any more. To delete that, too: everstep rm {disk.root} "
                 f"{' '.join(asked)} --following"
             )
-        return _delete(disk, catalog.committed(disk), doomed, cache)
+        return _delete(disk, doomed, cache)
 
 
 def cut_off(
@@ -162,7 +162,8 @@ def _free(disk: Tier, committed: Names, doomed: Names, cache: NeedsCache) -> Nam
     return [name for name in doomed if name not in stays]
 
 
-def _delete(disk: Tier, committed: Names, doomed: Names, cache: NeedsCache) -> int:
+def _delete(disk: Tier, doomed: Names, cache: NeedsCache) -> int:
+    committed = catalog.committed(disk)  # again: a bucket is not locked
     needed = _reachable(disk, [name for name in committed if name not in doomed], cache)
     needed |= _told(disk, set(committed))
     files: set[str] = set()
@@ -172,7 +173,7 @@ def _delete(disk: Tier, committed: Names, doomed: Names, cache: NeedsCache) -> i
     for tag, name in catalog.read_tags(disk).items():
         if name in doomed:
             disk.delete(names.tag_path(tag))
-    _settle_absent(disk, set(committed), catalog.newest_epoch(disk))
+    _settle_absent(disk, set(catalog.committed(disk)), catalog.newest_epoch(disk))
     for name in sorted(doomed, reverse=True):  # a log before what it goes on from
         disk.delete(names.manifest_path(name))
         if disk.size(names.state_path(name)) is not None:  # last: the log may need it

@@ -369,11 +369,11 @@ class Team:
         if self._router and (routed := self._router.persist(first, self._announce_written)):
             self._end_save(first, routed)
             return
-        committed, is_record = self.writer.traffic.copied, is_plain(first)
+        before, is_record = self.writer.traffic.copied, is_plain(first)
         for save, outcome in persist(self.writer, self._group(first), self._announce_written):
             self._end_save(save, outcome)
-        if self.writer.traffic.copied > committed:
-            apply_retention(self.writer, after_record=is_record)
+        if committed := self.writer.traffic.copied - before:
+            apply_retention(self.writer, committed if is_record else 0)
 
     def _announce_written(self, save: NodeSave) -> None:
         for local, job in enumerate(save.jobs):
