@@ -259,6 +259,7 @@ def check(stores, path, seed):
 
 def test_resealed_documents(stores, tmp_path):
     run(stores, tmp_path, examples(60), first=20261124)
+    run(stores, tmp_path, 1, first=1000081260352)  # of two groups one has no hyperparameters
 
 
 @pytest.mark.slow

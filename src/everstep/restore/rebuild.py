@@ -21,6 +21,7 @@ from everstep.sharding.layout import LocalBox
 from everstep.sharding.redundancy import OFFLOADED
 from everstep.sharding.topology import ALONE, adopted
 from everstep.sharding.world import World
+from everstep.state.objects import as_stored
 from everstep.state.optimizers import OptimizerState
 from everstep.state.placement import Placement, Saved
 
@@ -113,7 +114,7 @@ class Rebuilt:
         found = {}
         for index, (key, kind) in enumerate(classes.items()):
             tensors = {name: placement.new(name, "cpu") for name in tables[key]["groups"]}
-            with _on_cpu():
+            with _on_cpu(), as_stored(f"replaying {self._candidate.name}"):
                 found[key] = self._optimizer(key, kind, index, tensors)
             found[key].prepare(placement)
         return found
