@@ -111,7 +111,7 @@ def restore(root: Path, bucket: str, size: int, samples: Samples, number: int) -
     trainer.start()
     trainer.join()
     for where in ("memory", "bucket"):
-        # Before: to close a Checkpointer leaves the keeper at work, which frees memory.
+        # First, since a keeper frees memory for a while after its Checkpointer has closed.
         samples.add("plain copy", "seconds", number, [_timed(lambda: target.copy_(source))])
         with everstep.Checkpointer(store, state, strategy="full", tiers=tiers) as checkpointer:
             assert checkpointer.restore() == 1

@@ -31,7 +31,7 @@ from everstep.store import catalog, commit, names, retain
 log = logging.getLogger(__name__)
 
 _LOOKS = 16
-"""Of retention, until a log has doubled."""
+"""So often retention looks while a log doubles."""
 
 
 def persist(
@@ -343,9 +343,9 @@ def begin_window(writer: Writer, share: Share | None, epoch: int | None = None) 
 
 
 def apply_retention(writer: Writer, records: int = 0) -> None:
-    """Delete what `keep` does not cover. `records`: so many were committed, and nothing else: by
-    them little becomes free, and to look takes longer the longer the log is, so that it is looked
-    when that has grown by a sixteenth."""
+    """Delete what `keep` does not cover. `records`: so many were committed, and nothing else. They
+    free little, and a look at a long log takes long: so retention waits until the log has grown by
+    a sixteenth."""
     writer.records = writer.records + records if records else 0
     writer.unlooked += records
     if writer.keep and writer.unlooked * _LOOKS >= writer.records:

@@ -130,9 +130,9 @@ class Writer:
     run: str | None = None
     cache: retain.NeedsCache = field(default_factory=dict)
     records: int = 0
-    """Of the log since the last whole state; ..."""
+    """How many the log has since the last whole state; ..."""
     unlooked: int = 0
-    """... and those of them that came since retention last looked."""
+    """... and how many of them came since retention last looked."""
     traffic: Traffic = field(init=False)
     """To the disk."""
     encoder: Encoder = field(default_factory=Encoder)

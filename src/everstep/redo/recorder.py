@@ -120,7 +120,7 @@ class Recorder:
         """How often each parameter had a gradient."""
         self._turn = 0
         self._walk: object = None
-        """In which the tensors were where their fingerprints found them."""
+        """The last one in which the tensors were where their fingerprints had found them."""
         self._copied: set[int] = set()
         """Parameters whose gradients were written to while they were held, or come in memory that
         is used again: they are copied for good."""

@@ -58,7 +58,7 @@ class OptimizerState:
         self._keys: dict[str, list[str]] = {}
         self._plain: list[tuple[str, dict[Any, Any], str]] = []
         self._of_parameters = 0
-        """So many entries of its state, when they were last looked for."""
+        """How many entries of its state belonged to its parameters at the last walk."""
 
     @property
     def is_graphed(self) -> bool:
