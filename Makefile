@@ -53,7 +53,7 @@ $(VENV)/.done: pyproject.toml constraints.txt
 demo: env
 	$(BIN)/everstep demo
 
-test: env lint
+test: env
 	$(BIN)/pytest -n 3 --dist worksteal
 
 test-slow: env
@@ -81,7 +81,7 @@ gpu-wheels:
 	$(COLLECT) -c constraints.txt $(GPU_NEEDS)
 	$(if $(GPU_TITAN),$(COLLECT) $(GPU_TITAN))
 
-check: test
+check: lint test
 
 lint: env
 	$(BIN)/ruff check .

@@ -7,15 +7,15 @@ import pytest
 
 
 def examples(count: int) -> int:
-    """A third of `count`; all of them under `make test-slow`."""
+    """A fifth of `count`; all of them under `make test-slow`."""
     if os.environ.get("EVERSTEP_EXAMPLES") == "all":
         return count
-    return max(count // 3, min(count, 5))
+    return max(count // 5, min(count, 5))
 
 
 def stride() -> int:
-    """Of faults that happen at one call after another: each third; all under `make test-slow`."""
-    return 1 if os.environ.get("EVERSTEP_EXAMPLES") == "all" else 3
+    """Of faults that happen at one call after another: each fifth; all under `make test-slow`."""
+    return 1 if os.environ.get("EVERSTEP_EXAMPLES") == "all" else 5
 
 
 def slow(*values: object) -> list[object]:

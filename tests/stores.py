@@ -8,6 +8,7 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from everstep.format.document import seal
@@ -48,6 +49,7 @@ class Unsynced(System):
         pass
 
 
+@lru_cache(maxsize=32)
 def content(spec: Spec, step: int) -> bytes:
     """The bytes that `spec` has at `step` in every test."""
     if spec.dtype == "bool":

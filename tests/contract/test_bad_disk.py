@@ -91,6 +91,7 @@ def saves_two_in_memory_and_dies(store):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_no_disk_took_is_restored_from_the_keepers_memory(small, caplog):
     store = small / "store"
     died = forked.run(saves_two_in_memory_and_dies, store)

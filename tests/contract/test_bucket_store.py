@@ -149,6 +149,7 @@ def test_an_outage_is_waited_for(url, proxy):
     assert Store(url).steps() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_server_without_conditions_can_be_read(url, proxy):
     run(trains, url, "full")
     end_keeper(url)
@@ -250,6 +251,7 @@ def test_no_such_bucket(bucket, capsys):
     assert "Missing: there is no store at s3://nothere/run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_bucket_that_can_only_be_read_is_read(filled, proxy, tmp_path, capsys):
     proxy.refuses = refuse_writes
     store = Store(filled)
@@ -340,6 +342,7 @@ def old(monkeypatch, tier, *paths):
     monkeypatch.setattr(Bucket, "files", aged)
 
 
+@pytest.mark.slow
 def test_nothing_is_deleted_while_somebody_writes(logged, capsys, monkeypatch):
     monkeypatch.setattr(presence, "LEAVE_S", 0.5)
     writer = Presence(logged)

@@ -38,6 +38,7 @@ def test_every_step_comes_back(store, make, verify):
 
 
 @pytest.mark.parametrize("make", [with_buffers, *slow(*WAYS)])
+@pytest.mark.slow
 def test_bases_that_are_spread(store, make):
     """The last record before a base has what is derived, too; it replays like the others."""
     frozen = run(store, make, 14, base_every=4, window=3)

@@ -63,6 +63,7 @@ def test_only_this_user_can_open_it(store):
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
+@pytest.mark.slow
 def test_eight_trainers_at_once_have_one_keeper(store):
     script = "print(trainer.keeper, flush=True); sys.stdin.read()"
     places = [{**os.environ, "TMPDIR": "/var/tmp"}, {**os.environ, "XDG_RUNTIME_DIR": "/nowhere"}]

@@ -54,6 +54,7 @@ def test_a_full_disk_ends_the_chain(small, caplog):  # noqa: F811
     assert check_steps(store, build(2, width=1000), frozen) == [1, 2, 3, 7, 8, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_full_disk_that_nobody_waits_for(small):  # noqa: F811
     """Records that follow one that failed fail as well: no gap in a chain, and all handles tell."""
     store, state, frozen, handles = small / "store", build(1, width=1000), {}, {}

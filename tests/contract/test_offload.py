@@ -425,7 +425,7 @@ class Watched(nn.Module):
         return self.layers[2](self.layers[1](hidden)).square().mean()
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
+@pytest.mark.parametrize("is_killed", [*slow(False), True])
 def test_updates_overlap_with_backward(is_killed):
     first, second = Watched(), Watched()
     overlapped = OffloadedOptimizer(torch.optim.AdamW, first.parameters(), lr=0.01, overlap=True)

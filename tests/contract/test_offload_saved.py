@@ -116,6 +116,7 @@ def waiting(seed):
     return {"model": model, "optimizer": optimizer}
 
 
+@pytest.mark.slow
 def test_records_are_made_of_updates_in_backward(store, caplog):
     state, frozen = waiting(1), {}
     model, optimizer = state["model"], state["optimizer"]

@@ -114,6 +114,7 @@ def test_a_number_of_threads_that_is_set_while_the_run_goes_on(store):
 @pytest.mark.parametrize(
     ("kind", "result"), [(SGD, "different"), *slow((RPROP, "equal"), (ADAMW, "different"))]
 )
+@pytest.mark.slow
 def test_another_instruction_set(store, caplog, capsys, kind, result):
     """Real ones. Rprop adds what is rounded already; the others multiply and add in one rounding
     here, in two there."""

@@ -211,6 +211,7 @@ def test_a_partner_that_went_away_is_unavailable_and_found_again(partner):
         end(again)
 
 
+@pytest.mark.slow
 def test_a_partner_that_hangs_is_unavailable_after_a_while(partner):
     """Stopped with a connection open, and a new one."""
     ready, pid = os.pipe(), os.fork()

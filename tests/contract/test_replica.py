@@ -80,6 +80,7 @@ def test_it_writes_the_bases(store):
     check_steps(store, build(2), frozen)
 
 
+@pytest.mark.slow
 def test_it_writes_bases_as_often_as_the_log_has_them(store):
     """Each manifest says how often: after ten records, where these are as large as states."""
     state = build(1)
@@ -116,18 +117,18 @@ def test_going_on_after_a_restore_from_its_base(store):
 
 
 def test_a_write_that_no_record_tells_of_is_found_while_training_goes_on(store, caplog):
-    """One element of a million, by .data, between an update and its step()."""
+    """One element of 90,000, by .data, between an update and its step()."""
     torch.manual_seed(1)
-    model = torch.nn.Linear(1000, 1000)
+    model = torch.nn.Linear(300, 300)
     state = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     frozen, failed = {}, 0
     with logged(store, state, replica=True, base_every=1000) as saver:
         for step in range(1, 200):
             state["optimizer"].zero_grad()
-            model(torch.randn(4, 1000)).square().mean().backward()
+            model(torch.randn(4, 300)).square().mean().backward()
             state["optimizer"].step()
             if step == 5:
-                model.weight.data[500, 500] += 1
+                model.weight.data[150, 150] += 1
             saver.step(step).wait("local")
             frozen[step] = snapshot(state)
             metrics = saver.metrics
@@ -147,7 +148,7 @@ def test_a_write_that_no_record_tells_of_is_found_while_training_goes_on(store, 
     whole = [each for each in Store(store).steps() if not Store(store).manifest(each).previous]
     assert whole[0] == 1
     assert failed < whole[1] <= failed + 2
-    again = torch.nn.Linear(1000, 1000)
+    again = torch.nn.Linear(300, 300)
     fresh = {"model": again, "optimizer": torch.optim.AdamW(again.parameters())}
     check_steps(store, fresh, frozen, steps=[step])
 
@@ -203,6 +204,7 @@ def test_workers_that_die(store):
     assert restore(store, build(2)) == 12
 
 
+@pytest.mark.slow
 def test_what_a_dead_worker_had_written_of_a_base_is_deleted(store):
     state = build(1)
     with replicated(store, state) as saver:

@@ -160,6 +160,7 @@ def test_a_trainer_that_dies_loses_nothing_that_was_spilled(store, directory):
     until(lambda: spilled_bytes(keeper) == 0, "all memory is given back")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind_when_both_die(store, directory):
     process = Process(store, FILLS.replace("DIRECTORY", repr(str(directory))))
     keeper = int(process.read())

@@ -475,6 +475,7 @@ def streams_much(store, size):
 @pytest.mark.parametrize(
     "size", [256 << 20, pytest.param(SIZE, marks=pytest.mark.slow)], ids=["small", "8GB"]
 )
+@pytest.mark.slow
 def test_it_takes_little_memory(local, size):
     for kib in run(streams_much, local, size).stdout.split():
         assert int(kib) < 300 << 10

@@ -163,6 +163,7 @@ atexit.register(train, range(4, 10))
 """
 
 
+@pytest.mark.slow
 def test_saves_while_the_program_ends(store):
     done = subprocess.run([sys.executable, "-c", ENDING, store], capture_output=True, text=True)
     assert Store(store).latest() == 9, done.stderr

@@ -227,6 +227,7 @@ def test_what_is_not_exact_frees_nothing(store, monkeypatch):
     check_steps(store, build(2), frozen)
 
 
+@pytest.mark.slow
 def test_retention_goes_up_to_a_base_that_is_spread_over_records(store):
     """Its bytes lie in the packs of records that are deleted."""
     state, keep = build(1), Keep(last=2)

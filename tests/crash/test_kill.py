@@ -190,6 +190,7 @@ def test_keeper_and_trainer_killed_one_after_the_other(store, log):
     check_against_uninterrupted(store, losses)
 
 
+@pytest.mark.slow
 def test_capture_output_does_not_hang(store):
     """subprocess.run(capture_output=True) waits for the pipes to close: the keeper must not hold
     them."""

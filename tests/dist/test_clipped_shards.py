@@ -61,6 +61,7 @@ def gradients_of(store, step):
 
 
 @pytest.mark.parametrize("layout", SHARDED)
+@pytest.mark.slow
 def test_raw_gradients_are_replayed(gang, store, layout):
     size, last = SIZES[layout], STEPS + 2
     by_torch, by_us = (partial(clips, clip=clip) for clip in (torch_clip, clip_grad_norm_))

@@ -38,7 +38,8 @@ def reference(gang):
 @pytest.mark.parametrize(
     ("how", "victims", "least", "most"),
     [
-        ("before", [1], AT - 1, AT - 1),  # the others have their part of step AT: it does not exist
+        # The others have their part of step AT: it does not exist.
+        *slow(("before", [1], AT - 1, AT - 1)),
         ("copying", [0], AT - 1, AT - 1),
         ("untold", [1], AT, AT),  # the keeper finds what is sealed
         ("written", [1], AT, LAST),  # it may have gone on before it was asked

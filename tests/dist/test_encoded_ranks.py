@@ -29,6 +29,7 @@ def trains_encoded(store, strategy, nodes):
 
 
 @pytest.mark.parametrize("strategy", ["full", *slow("log")])
+@pytest.mark.slow
 def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
     forked_modules.begin_with(monkeypatch, coded.choose, ("planes", "zstd", "raw"), 512)
     states = gang.run(trains_encoded, store, strategy, NODES)[0]

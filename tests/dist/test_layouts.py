@@ -72,8 +72,8 @@ def check(gang, saved, loads, store, **more):
     ("saved", "loads"),
     [
         *slow(*((saved, DTENSORS) for saved in DTENSORS)),
-        *((saved, OTHERS) for saved in OTHERS[:-1]),
-        *slow((OTHERS[-1], OTHERS)),
+        *((saved, OTHERS) for saved in OTHERS[:2]),
+        *slow(*((saved, OTHERS) for saved in OTHERS[2:])),
     ],
 )
 def test_what_one_layout_saved_goes_on_in_all_others(gang, store, saved, loads):

@@ -19,6 +19,7 @@ LAYOUTS = ["tp", *slow("ddp", "fsdp2", "hsdp", "fsdp_tp")]
 
 
 @pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.slow
 def test_records_of_ranks_are_replayed(gang, store, saved):
     more = {"size": zoo.SIZES[saved], "kept": (STEPS, STEPS + AFTER)}
     losses, states = gang.run(trains_alone, saved, STEPS + AFTER, **more)[0]

@@ -71,6 +71,7 @@ def check_all_steps(gang, store, states, layout="dense", nodes="a", **options):
         ),
     ],
 )
+@pytest.mark.slow
 def test_records_of_nodes_are_replayed(gang, store, layout, nodes):
     size = len(nodes)
     losses, states = gang.run(trains_alone, layout, 9, size=size)[0]

@@ -171,6 +171,7 @@ def test_a_step_whose_node_does_not_answer_in_time_fails_on_all(
     [pytest.param(False, id="ranks", marks=pytest.mark.slow), pytest.param(True, id="keeper")],
 )
 @pytest.mark.parametrize("survivors", ["aabb", *slow("aa")])
+@pytest.mark.slow
 def test_a_node_that_dies_between_part_and_commit(
     gang, store, files, impatient, node, with_keeper, survivors
 ):

@@ -70,6 +70,7 @@ def united(folders, nodes="ab"):
 
 
 @pytest.mark.parametrize("layout", ["fsdp2"])
+@pytest.mark.slow
 def test_each_node_has_its_packs_and_what_all_need(gang, folders, layout):
     saved, *_ = gang.run(
         on_node, folders, NODES, trains, layout, 3, waits=True, after=1, strategy="full"
@@ -156,7 +157,7 @@ def lose(gang, folders, nodes, lost):
     shutil.rmtree(at(folders, lost))
 
 
-@pytest.mark.parametrize("strategy", ["full", THIN, *slow("log")])
+@pytest.mark.parametrize("strategy", ["full", *slow(THIN, "log")])
 @pytest.mark.parametrize(
     ("nodes", "lost"), [("ab", "b"), *slow(("ab", "a"), ("aabb", "b"), ("abc", "a"), ("aabc", "c"))]
 )

@@ -178,6 +178,7 @@ def writes_while_copied(store):
         return steps, run.errors
 
 
+@pytest.mark.slow
 def test_weights_written_to_while_they_are_copied(gang, store):
     (steps, errors), *_ = gang.run(writes_while_copied, store, size=2)
     assert errors.keys() == {1, 2}  # from then on they are copied at the call

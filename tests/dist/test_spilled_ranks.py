@@ -3,6 +3,7 @@
 import os
 import signal
 
+import pytest
 import torch.distributed as dist
 import zoo
 from jobs import RECIPE, attached, check_restored
@@ -41,6 +42,7 @@ def trains_while_the_disk_hangs(store, directory, gate):
     return states
 
 
+@pytest.mark.slow
 def test_each_rank_spills_its_part(gang, store, tmp_path, monkeypatch):
     directory, gate = tmp_path / "second", tmp_path / "gate"
     directory.mkdir()

@@ -19,7 +19,7 @@ from everstep import EverstepError, Full, Keep, Store
 from examples import slow
 
 THIN = Full(thin={"model.blocks.*": 2})
-ALL = [("fsdp2", ""), ("fsdp2", "ab"), *slow(("ddp", ""), ("ddp", "ab"), ("fsdp2", "aabc"))]
+ALL = [("fsdp2", "ab"), *slow(("fsdp2", ""), ("ddp", ""), ("ddp", "ab"), ("fsdp2", "aabc"))]
 
 
 def planned(store, step, states):

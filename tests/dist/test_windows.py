@@ -73,6 +73,7 @@ def orthogonal(model_parameters):
 MATRICES = zoo.Recipe(optimizer=orthogonal, grouped=False)
 
 
+@pytest.mark.slow
 def test_gradients_that_are_placed_otherwise(gang, store):
     """torch replicates those of an embedding that is cut: Muon goes by where they are."""
     options = {"recipe": MATRICES, "strategy": "log"}

@@ -139,7 +139,7 @@ def test_mutants_that_once_found_faults(tmp_path, bounded, path):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("rounds", [120, pytest.param(3000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [40, pytest.param(3000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_damage_is_told(tmp_path, bounded, name, rounds):
     seed = int(os.environ.get("EVERSTEP_SEED") or 7)
