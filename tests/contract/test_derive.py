@@ -37,7 +37,7 @@ def test_every_step_comes_back(store, make, verify):
     check_all(store, make, frozen)
 
 
-@pytest.mark.parametrize("make", [with_buffers, *slow(*WAYS)])
+@pytest.mark.parametrize("make", [with_buffers, *WAYS])
 @pytest.mark.slow
 def test_bases_that_are_spread(store, make):
     """The last record before a base has what is derived, too; it replays like the others."""

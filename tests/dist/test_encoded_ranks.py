@@ -10,7 +10,6 @@ import coded
 import forked_modules
 from comparing import check_stored
 from everstep import Store
-from examples import slow
 
 NODES = "aabb"
 
@@ -28,7 +27,7 @@ def trains_encoded(store, strategy, nodes):
     return states
 
 
-@pytest.mark.parametrize("strategy", ["full", *slow("log")])
+@pytest.mark.parametrize("strategy", ["full", "log"])
 @pytest.mark.slow
 def test_nodes_encode_each_its_part(gang, store, monkeypatch, strategy):
     forked_modules.begin_with(monkeypatch, coded.choose, ("planes", "zstd", "raw"), 512)

@@ -14,7 +14,7 @@ from processes import until
 
 STEPS, AFTER = 7, 2
 LOG = {"strategy": "log", "base_every": 5}
-LAYOUTS = ["tp", *slow("ddp", "fsdp2", "hsdp", "fsdp_tp")]
+LAYOUTS = ["tp", "ddp", "fsdp2", "hsdp", "fsdp_tp"]
 """Logs of ddp and fsdp2 are in test_windows.py and test_clipped_shards.py, too."""
 
 
