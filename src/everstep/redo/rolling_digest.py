@@ -38,9 +38,9 @@ PREFIX = "@0!digest"
 """Begins their names: `@0!digest.<part>` for the CPU, `@0!digest!<n>.<part>` for the n-th GPU of
 those that have any of it; then, of several, comes the rank."""
 
-BYTES_PER_S = 5e7
+BYTES_PER_S = 2.5e7
 """Digested for each second of a step: at 2 GB/s, as beside training that fills the memory's
-bandwidth (alone it is 12), that is two to three percent of one core."""
+bandwidth (alone it is 12), that is a little over one percent of one core."""
 TENSOR_BYTES = 32 << 10
 """So many are digested in the time that it takes to come to another tensor."""
 STEP_S = 0.01
