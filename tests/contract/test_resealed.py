@@ -273,7 +273,7 @@ def test_resealed_documents(stores, tmp_path):
 @pytest.mark.timeout(900)
 def test_many_resealed_documents(stores, tmp_path):
     first = random.SystemRandom().randrange(1 << 40)  # a restore sets the other one
-    run(stores, tmp_path, 5000, first)
+    run(stores, tmp_path, 2000, first)
 
 
 def run(stores, path, count, first):
