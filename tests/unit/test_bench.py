@@ -104,7 +104,7 @@ def ask(workers: gang.Gang, real: Callable, do: str, **request: Any) -> dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("words", [("--ranks", "1"), ("--ranks", "2")], ids=" ".join)
 def test_a_tiny_run_reports_all_that_was_asked_for(tmp_path, monkeypatch, words):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # threads that spin would stand in each other's way
