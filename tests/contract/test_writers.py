@@ -205,11 +205,11 @@ class Sharpness(torch.optim.SGD):
 
 @pytest.mark.parametrize("is_found", ["by the hook", "before"])
 def test_an_optimizer_that_writes_before_its_closure(store, slow_copy, is_found):
-    slow_copy.set()
     state = build(1)
     optimizer = state["optimizer"] = Sharpness(state["model"].parameters(), lr=0.1)
 
     def closure():
+        slow_copy.set()  # it has written by now
         optimizer.zero_grad()
         state["model"](torch.ones(2, 6)).square().sum().backward()
         if is_found == "before" and handle:
@@ -220,6 +220,7 @@ def test_an_optimizer_that_writes_before_its_closure(store, slow_copy, is_found)
     with checkpointer(store, state) as saver:
         optimizer.step(closure)
         for step in (1, 2):
+            slow_copy.clear()
             handle = saver.step(step)
             optimizer.step(closure)
             with pytest.raises(Unsupported):
