@@ -1,15 +1,4 @@
-"""Every error that everstep raises on purpose.
-
-EverstepError
-├── Missing      no such checkpoint, tensor or tag
-├── Corrupt      bytes differ from their digest, or are cut short
-├── Conflict     the step exists with other content, or a newer writer has taken the store over
-├── Unavailable  storage, keeper or memory did not do its part: full disk, read-only directory
-├── Mismatch     state and checkpoint differ in names, shapes or dtypes
-└── Unsupported  this cannot be captured or read; the message says what to use instead
-
-Wrong arguments are ValueError or TypeError, as everywhere in Python.
-"""
+"""Every error that everstep raises on purpose; wrong arguments are ValueError or TypeError."""
 
 
 class EverstepError(Exception):

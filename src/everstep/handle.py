@@ -22,11 +22,6 @@ class Levels:
     remote_every: int | None = None
     is_replicated: bool = False
 
-    @property
-    def known(self) -> tuple[str, ...]:
-        """All that some save reaches."""
-        return (*LEVELS, self.durable, *self.further(0, is_tagged=True))
-
     def further(self, step: int, *, is_tagged: bool) -> tuple[str, ...]:
         """What a save of this step comes to beside being durable here: none waits for another."""
         is_remote = self.remote_every and (is_tagged or step % self.remote_every == 0)
@@ -34,8 +29,9 @@ class Levels:
 
     def checked(self, level: str | None) -> str:
         """The level that is meant. Raises ValueError for one that nothing reaches in this run."""
-        if level is not None and level not in self.known:
-            raise ValueError(f"level must be one of {self.known} in this run, not {level!r}")
+        known = (*LEVELS, self.durable, *self.further(0, is_tagged=True))
+        if level is not None and level not in known:
+            raise ValueError(f"level must be one of {known} in this run, not {level!r}")
         return level or self.durable
 
 

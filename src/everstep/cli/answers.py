@@ -4,8 +4,9 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from everstep.store.copy import Progress
 
 
 class Answer(NamedTuple):
@@ -17,28 +18,17 @@ class Answer(NamedTuple):
     code: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """To be told (bytes done, bytes in all)."""
-
-    show: Callable[[int, int], object]
-    began: float = field(default_factory=time.monotonic)
-
-    def __call__(self, done: int, total: int) -> None:
-        """So far."""
-        self.show(done, total)
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self.began
-
-
 @contextmanager
-def progress_bar(what: str) -> Iterator[Progress]:
-    """On standard error where that is a terminal; rich is loaded for nothing else."""
+def progress_bar(what: str) -> Iterator[tuple[Progress, Callable[[], float]]]:
+    """On standard error where that is a terminal; rich is loaded for nothing else. Yields what is
+    told (bytes done, bytes in all), and what tells the seconds since it began."""
+    began = time.monotonic()
+
+    def seconds() -> float:
+        return time.monotonic() - began
+
     if not sys.stderr.isatty():
-        yield Progress(lambda done, total: None)
+        yield (lambda done, total: None), seconds
         return
     from rich import progress
     from rich.console import Console
@@ -46,4 +36,4 @@ def progress_bar(what: str) -> Iterator[Progress]:
     columns = (*progress.Progress.get_default_columns(), progress.TransferSpeedColumn())
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
-        yield Progress(lambda done, total: bar.update(task, completed=done, total=total))
+        yield (lambda done, total: bar.update(task, completed=done, total=total)), seconds

@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> Answer:
     pairs = sorted(zip(chosen, shares, strict=True))  # of some values the newest step's count
     chosen, shares = [name for name, _ in pairs], [share for _, share in pairs]
     to = args.to or f"{str(disk.root).rstrip('/')}-average-{max(chosen).step}"
-    with progress_bar("averaging") as progress:
+    with progress_bar("averaging") as (progress, took):
         name = average(disk, chosen, shares, to, progress)
-    seconds = progress.seconds
+    seconds = took()
     rows = [{"checkpoint": str(n), "weight": x} for n, x in zip(chosen, shares, strict=True)]
     said = f"{text.clean(to)} has {name}, the mean of {', '.join(map(str, chosen))}"
     return Answer(

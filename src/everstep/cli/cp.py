@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> Answer:
     chosen = [catalog.find(source, step) for step in steps] or catalog.lineage(source)[::-1]
     if not chosen:
         raise Missing(f"there is no checkpoint in {source.root}")
-    with shown(target), progress_bar("copying") as progress:
+    with shown(target), progress_bar("copying") as (progress, took):
         copied, problems, cut_off = _copy(source, target, chosen, progress)
     facts = {
         "copied": list(map(str, copied.checkpoints)),
         "bytes": copied.bytes,
         "bytes_there": copied.bytes_there,
-        "seconds": progress.seconds,
+        "seconds": took(),
         "problems": problems,
         "cut_off": cut_off,
     }
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> Answer:
         others = text.plural(len(cut_off), "checkpoint")
         lines.append(f"{others} not copied, of a state that is damaged")
     count = len(copied.checkpoints)
-    lines.append(f"copied {text.moved(count, 'checkpoint', copied.bytes, progress.seconds)}")
+    lines.append(f"copied {text.moved(count, 'checkpoint', copied.bytes, took())}")
     return Answer(facts, lines, 1 if problems else 0)
 
 

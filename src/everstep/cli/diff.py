@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.versions.diff import compare
 
     places = [(disk, catalog.find(disk, step)) for disk, (step,) in sides]
-    with Loader() as loader, progress_bar("comparing") as progress:
+    with Loader() as loader, progress_bar("comparing") as (progress, took):
         first, second = (Whole(disk, name, loader) for disk, name in places)
         changes, others = compare(first, second, progress)
     title = " → ".join(str(name) for _, name in places)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Answer:
         "changed": [plain_json(asdict(each), each.name) for each in changed],
         "equal": [each.name for each in changes if not each.changed],
         **others,
-        "seconds": progress.seconds,
+        "seconds": took(),
     }
     shown = [each for each in changed if each.name in first.weights]
     lines = list(_lines(facts, shown)) or ["nothing differs"]

@@ -41,9 +41,9 @@ def run(args: argparse.Namespace) -> Answer:
 
     options = Options(args.part, args.dtype, _bytes(args.shard_size), tuple(args.config))
     name = catalog.find(disk, steps[0] if steps else None)
-    with progress_bar("exporting") as progress:
+    with progress_bar("exporting") as (progress, took):
         found = export(disk, name, Path(folder), args.to, options, progress)
-    seconds, left_out = progress.seconds, found.left_out
+    seconds, left_out = took(), found.left_out
     lines = [f"{name}: {text.moved(found.count, 'tensor', found.bytes, seconds)}"]
     lines += [f"left out: {text.clean(', '.join(left_out))}"] if left_out else []
     said = {"tensors": found.count, "bytes": found.bytes, "left_out": left_out}

@@ -19,9 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     *words, place = args.words
     disk, steps = split_words(words, 1, 1)
-    with progress_bar("forking") as progress:
+    with progress_bar("forking") as (progress, took):
         copied = Store(disk.root).fork(steps[0], place, progress)
-    copies, seconds = list(map(str, copied.checkpoints)), progress.seconds
+    copies, seconds = list(map(str, copied.checkpoints)), took()
     shared, size = copied.bytes_shared, copied.bytes + copied.bytes_there
     count = text.plural(len(copies), "checkpoint")
     line = (

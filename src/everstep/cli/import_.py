@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> Answer:
     if step is None or not 0 <= step < 10**18:
         why = "does not say of which step it is" if step is None else f"is not of step {step}"
         raise ValueError(f"{args.source} {why}: say it by --step, from 0 on")
-    with progress_bar("importing") as progress:
+    with progress_bar("importing") as (progress, took):
         name = write(tier_at(args.store), draft, step, branch=args.branch, progress=progress)
-    seconds, left_out = progress.seconds, draft.left_out
+    seconds, left_out = took(), draft.left_out
     count, size = len(draft.tensors), draft.size
     said = {"from": draft.kind, "bytes": size, "tensors": count, "left_out": left_out}
     lines = [f"{name} from {draft.kind}: {text.moved(count, 'tensor', size, seconds)}"]

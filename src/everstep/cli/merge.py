@@ -18,9 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     from everstep.versions.merge import merge
 
-    with progress_bar("merging") as progress:
+    with progress_bar("merging") as (progress, took):
         name, said = merge(args.recipe, args.store, progress)
-    seconds = progress.seconds
+    seconds = took()
     shared, copied = text.size(said["bytes_shared"]), text.size(said["bytes"])
     head = f"{text.clean(args.store)} has {name}: {shared} shared, {copied} copied"
     rows = [f"  {text.plural(n, 'tensor')} of {text.clean(o)}" for o, n in said["tensors"].items()]

@@ -30,9 +30,9 @@ def run(args: argparse.Namespace) -> Answer:
     if args.repair != (args.source is not None):
         raise argparse.ArgumentError(None, "--repair and --from STORE go together")
     mender = Mender(disk, tier_at(args.source)) if args.repair else None
-    with progress_bar("verifying") as progress:
+    with progress_bar("verifying") as (progress, took):
         verdict = Store(disk.root).verify(steps[0] if steps else None, progress)
-    seconds = progress.seconds
+    seconds = took()
     if mender:
         verdict = _repair(mender, verdict)
     mended = mender.mended if mender else []

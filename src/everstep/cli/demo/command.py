@@ -17,8 +17,6 @@ from typing import get_args
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from rich.text import Text
 
 from everstep.cli import text
 from everstep.cli.demo.events import SPREAD_EVERY, Event, Settings, Strategy
@@ -29,8 +27,9 @@ from everstep.tiers.objects import Url
 from everstep.tiers.tier import place_of, tier_at
 
 STEPS_MIN = 4
-PLAIN_COLUMNS = 120
 _DIRECTORY = "runs/demo"
+_TITLES = ["kill", "at", "in step", "hit in", "saves in flight", "returned", "restored", "lost"]
+_TITLES += ["again after"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,25 +69,23 @@ def run(args: argparse.Namespace) -> int:
     seed = random.SystemRandom().randrange(1_000_000) if args.seed is None else args.seed
     killed = Settings(str(directory), args.steps, seed, args.size, args.strategy, url)
     reference = replace(killed, role="reference")
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_COLUMNS)
     title = (
         f"Training with strategy {killed.strategy}, to be killed {args.kills} times "
         f"(seed {killed.seed}; store {killed.store})"
     )
-    console.print(title, soft_wrap=True)
-    with Progress(console=console, disable=not console.is_terminal) as progress:
+    print(title)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         logs = (
             train(killed, "training", args.kills, progress),
             train(reference, "the same run without interruption", 0, progress),
         )
     (directory / "events.json").write_text(json.dumps(logs))
     report = make_report(killed, *logs)
-    show(report, console)
+    print(*told(report), sep="\n")
     if len(report.kills) < args.kills:
-        few = f"Only {len(report.kills)} of {args.kills} kills came before the end."
-        console.print(few, style="yellow")
-    _draw(report, logs[0], args.picture or directory / "timeline.png", console)
-    console.print(f"Checkpoints: everstep ls {killed.store}", soft_wrap=True)
+        print(f"Only {len(report.kills)} of {args.kills} kills came before the end.")
+    _draw(report, logs[0], args.picture or directory / "timeline.png")
+    print(f"Checkpoints: everstep ls {killed.store}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         found = {"ok": report.ok, **asdict(report)}
@@ -114,15 +111,15 @@ def train(settings: Settings, what: str, kills: int, progress: Progress) -> list
         return trainer.events
 
 
-def _draw(report: Report, killed: list[Event], path: Path, console: Console) -> None:
+def _draw(report: Report, killed: list[Event], path: Path) -> None:
     try:
         from everstep.cli.demo.picture import draw
     except ImportError:
-        console.print("No picture: that needs matplotlib (pip install everstep[demo]).")
+        print("No picture: that needs matplotlib (pip install everstep[demo]).")
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(report, killed, path)
-    console.print(f"Timeline: {path}", soft_wrap=True)
+    print(f"Timeline: {path}")
 
 
 def _prepare(directory: Path) -> Path:
@@ -139,28 +136,15 @@ def _prepare(directory: Path) -> Path:
     return directory
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the kills and the verdict."""
-    console.print()
-    if report.kills:
-        settings = report.settings
-        title = f"Kills by SIGKILL (strategy {settings.strategy}, seed {settings.seed})"
-        table = Table(title=title, title_justify="left")
-        rows = [_kill_cells(*row) for row in enumerate(report.kills, 1)]
-        for name in rows[0]:
-            table.add_column(name, justify="left" if name == "hit in" else "right")
-        for row in rows:
-            table.add_row(*row.values())
-        console.print(table)
-    for line in verdict(report):
-        console.print(line)
-
-
-def verdict(report: Report) -> list[Text]:
-    """One line per comparison, and one per problem."""
+def told(report: Report) -> list[str]:
+    """The kills; a line for each comparison, and one for each problem."""
+    rows = [_kill_cells(*row) for row in enumerate(report.kills, 1)]
+    strategy, seed = report.settings.strategy, report.settings.seed
+    lines = [f"Kills by SIGKILL (strategy {strategy}, seed {seed})"] if rows else []
+    lines += text.table(_TITLES, rows, right=_TITLES)
     if not report.ok:
-        lines = [f"✗ {problem}" for problem in report.problems]
-        return [Text(line, style="bold red") for line in (*lines, "The comparison FAILED.")]
+        said = [*(f"✗ {problem}" for problem in report.problems), "The comparison FAILED."]
+        return [*lines, *(text.paint(line, "bad") for line in said)]
     lost_max = text.plural(report.settings.lost_max, "step")
     good = [
         f"{len(report.kills)} kills, at most {lost_max} lost at each: {report.lost} lost in all",
@@ -169,20 +153,20 @@ def verdict(report: Report) -> list[Text]:
         f"final state equal: {report.state['tensors']} tensors of "
         f"{text.size(report.state['bytes'])} and {report.state['values']} other values",
     ]
-    return [Text(f"✓ {line}", style="green") for line in good]
+    return [*lines, *(text.paint(f"✓ {line}", "live") for line in good)]
 
 
-def _kill_cells(number: int, kill: Kill) -> dict[str, str]:
+def _kill_cells(number: int, kill: Kill) -> list[str]:
     is_log = kill.base not in (None, kill.restored)
     replay = f" ({kill.base} + {text.plural(kill.records or 0, 'record')})" if is_log else ""
-    return {
-        "kill": str(number),
-        "at": text.seconds(kill.at_s),
-        "in step": "–" if kill.step is None else str(kill.step),
-        "hit in": kill.phase,
-        "saves in flight": ", ".join(map(str, kill.saving)) or "none",
-        "returned": str(kill.returned),
-        "restored": "–" if kill.restored is None else f"{kill.restored}{replay}",
-        "lost": "–" if kill.lost is None else str(kill.lost),
-        "again after": "killed before" if kill.again_s is None else text.seconds(kill.again_s),
-    }
+    return [
+        str(number),
+        text.seconds(kill.at_s),
+        "–" if kill.step is None else str(kill.step),
+        kill.phase,
+        ", ".join(map(str, kill.saving)) or "none",
+        str(kill.returned),
+        "–" if kill.restored is None else f"{kill.restored}{replay}",
+        "–" if kill.lost is None else str(kill.lost),
+        "killed before" if kill.again_s is None else text.seconds(kill.again_s),
+    ]

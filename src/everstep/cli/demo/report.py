@@ -87,7 +87,7 @@ class Kill:
 @dataclass(frozen=True, slots=True)
 class Report:
     """All that the demo found out. `problems` is empty where all is as promised; `state`: see
-    compare.py; `losses_again`: of those compared, the ones that a kill had computed again."""
+    trainer.py; `losses_again`: of those compared, the ones that a kill had computed again."""
 
     settings: Settings
     kills: tuple[Kill, ...]
