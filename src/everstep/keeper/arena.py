@@ -349,7 +349,6 @@ class Arena:
         return PAGE_BYTES + slot * (self.documents_size + self.image_size)
 
     def _slot_end(self, slot: int) -> int:
-        """Where the documents of a slot end."""
         return self._slot_at(slot) + self.documents_size
 
     def _manifest_at(self, slot: int, row: Row) -> int:

@@ -414,7 +414,6 @@ class Client:
             return
 
     def _rest(self, reason: str) -> None:
-        """Tell that there is no keeper for now, and let some time pass."""
         if self._stop.is_set():
             return
         if self._lost is None:

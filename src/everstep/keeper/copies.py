@@ -109,7 +109,6 @@ class Copies(ABC):
         return set()
 
     def _left(self) -> set[CheckpointName]:
-        """What is due from before."""
         return set()
 
     # ---- its thread ------------------------------------------------------------------------
@@ -198,7 +197,6 @@ class Copies(ABC):
         self._tell(self._told[-1])
 
     def _end(self, error: EverstepError) -> None:
-        """Nothing goes there any more."""
         self._note_problem(error)
         self.conflict = error if isinstance(error, Conflict) else None
         self._is_closed.set()
@@ -286,7 +284,6 @@ class RemoteCopies(Copies):
         return catalog.read_tags(self.copier.source, are_all_needed=False)
 
     def _left(self) -> set[CheckpointName]:
-        """What is due and not there: of a run that goes on, the newest of it."""
         there, tagged = set(catalog.committed(self.tier)), self._tagged()
         run = catalog.lineage(self.copier.source)
         run = [name for name in run if self.takes(name.step) or name in tagged]

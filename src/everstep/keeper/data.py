@@ -310,7 +310,6 @@ class Data:
         return replace(part, stored=lengths, encoded=tuple(rows), base=base)
 
     def _before(self, stored: Sequence["Stored"]) -> Base | None:
-        """To what some chunks are differences."""
         is_different = any(each.codec == DIFFERENCE for each in stored)
         return self._encoding.base if is_different else None
 

@@ -73,8 +73,6 @@ class Base:
 
 @dataclass(slots=True)
 class _Layout:
-    """What is known of the tensors of one piece table."""
-
     sizes: dict[str, int]
     firsts: dict[str, Extent]
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -291,7 +289,6 @@ def _since(began: float) -> float:
 
 
 def _excerpt(raw: memoryview) -> memoryview:
-    """Slices at even distances."""
     if len(raw) <= _SLICES * _SLICE_BYTES:
         return raw
     step = len(raw) // _SLICES // 16 * 16
@@ -334,7 +331,6 @@ def _pieces(table: Table, dtypes: Sequence[str], size_min: int) -> list[tuple[Sp
 
 
 def _elements(view: View, piece: Piece, item_size: int) -> bytes:
-    """Some, at even distances."""
     whole = view(Extent(piece.pack, piece.offset, piece.size, piece.digest, ""))
     step = piece.size // item_size // _ITEMS * item_size
     return b"".join(whole[at * step : at * step + item_size] for at in range(_ITEMS))

@@ -271,7 +271,6 @@ def listen(path: Path) -> socket.socket:
 
 
 def _sweep(lock_path: Path) -> None:
-    """Remove a keeper's files, if it has ended long ago."""
     if time.time() - lock_path.stat().st_mtime < _LEFT_S:
         return
     lock = take_lock(lock_path)

@@ -135,7 +135,6 @@ class LiveReplica:
             return True
 
     def _end(self) -> None:
-        """End the worker, if there is one."""
         with self._changed:
             worker, self._worker = self._worker, None
             self._take_back()

@@ -203,7 +203,6 @@ class Save:
             self._data.write(self.name)
 
     def _manifest_of(self, step: int, said: dict[str, Any]) -> Manifest:
-        """The manifest as far as it is known before the data is written."""
         writer, record, capture = self._writer, said["record"], said["capture"]
         assert writer.epoch
         if not self.job.place.is_alone:

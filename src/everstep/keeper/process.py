@@ -122,7 +122,6 @@ class Keeper:
 
     @property
     def _is_needed(self) -> bool:
-        """Whether trainers live, or have left something to do."""
         return any(not session.orphan or not session.team.idle for session in self._sessions)
 
     def _is_over(self) -> bool:
@@ -163,7 +162,6 @@ class Keeper:
             connection.close()
 
     def _attach(self, connection: socket.socket, pid: int, hello: wire.Message) -> None:
-        """Make the session of who has connected, or resume it."""
         if hello["type"] == "status":
             wire.send(connection, self._status())
             connection.close()
@@ -205,7 +203,6 @@ class Keeper:
         return session
 
     def _status(self) -> wire.Message:
-        """For `everstep top`."""
         teams = {session.team for session in self._sessions if not session.team.is_empty}
         tiers = [team.status() for team in teams]
         tiers += [team.replica.status() for team in teams if team.replica]
@@ -232,7 +229,6 @@ class Keeper:
             self._service.meet(str(partners["run"]), source, place.parts_of(node))
 
     def _team_of(self, place: wire.Place, hello: wire.Message) -> Team:
-        """The one whose other ranks are here already, or a new one."""
         for session in self._sessions:
             if not place.is_alone and session.team.place.id == place.id:
                 return session.team
@@ -274,7 +270,6 @@ class Keeper:
     # ---- messages --------------------------------------------------------------------------
 
     def _serve(self, session: Session) -> bool:
-        """Take one message. False where there was none."""
         if session.connection is None:
             return False
         try:
@@ -364,7 +359,6 @@ class Keeper:
     # ---- ends ------------------------------------------------------------------------------
 
     def _lose(self, session: Session) -> None:
-        """The socket was closed, or must be."""
         self._unplug(session)
         if session.token is None:
             session.abandon()
@@ -392,7 +386,6 @@ class Keeper:
                 break
 
     def _end_silence(self) -> None:
-        """Give up trainers that did not come back."""
         now = time.monotonic()
         for session in self._sessions:
             session.team.end_silence(SILENCE_S)
@@ -425,7 +418,6 @@ class Keeper:
             gc.collect()  # the traceback of a failed job may hold a mapping
 
     def _is_useless(self, orphan: Session) -> bool:
-        """Whether it holds nothing, left in peace, or has a successor that has committed."""
         live = [session for session in self._sessions if not session.orphan]
         committed = [session for session in live if session.team.writer.traffic.copied]
         succeeded = any(_epoch(session) > _epoch(orphan) for session in committed)

@@ -107,12 +107,9 @@ class Service(socketserver.ThreadingTCPServer):
                 tier = self._tiers[place]
                 if path and not _PATH.fullmatch(path):
                     raise ValueError(f"no path of a store: {path[:200]!r}")
-                if op == "size":
-                    return tier.size(path)
-                if op == "list":
-                    return json.dumps(tier.list(path)).encode()
-                if op == "read":
-                    return tier.read(path)
+                if op in ("size", "list", "read"):
+                    found = getattr(tier, op)(path)
+                    return json.dumps(found).encode() if op == "list" else found
                 if op == "range" and (count := wire.number(message["count"])) <= RANGE_BYTES_MAX:
                     offset, data = wire.number(message["offset"]), memoryview(bytearray(count))
                     with closing(tier.open(path)) as reader:

@@ -190,17 +190,14 @@ class Session:
 
     def _report(self, arena: Arena) -> None:
         for slot in range(arena.slot_count):
-            row = arena.row(slot)
-            if row is None:
+            if (row := arena.row(slot)) is None:
                 continue
-            message: wire.Message = {"sequence": row.sequence}
+            job, message = self._jobs.get(row.sequence), {"sequence": row.sequence}
             match arena.state(slot):
-                case SlotState.SEALED:
-                    job = self._jobs.get(row.sequence)
-                    if job and not job.answered.is_set():
-                        self.tell(message | {"type": "held"})
-                        if job.written:
-                            self.tell(message | {"type": "written"})
+                case SlotState.SEALED if job and not job.answered.is_set():
+                    self.tell(message | {"type": "held"})
+                    if job.written:
+                        self.tell(message | {"type": "written"})
                 case SlotState.DONE:
                     size = row.image_size
                     self.tell(message | {"type": "local", "bytes": size, "seconds": 0.0})

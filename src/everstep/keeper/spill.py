@@ -85,7 +85,6 @@ class Spill:
                 self._is_closed.wait(_PAUSE_S)
 
     def _choose(self) -> Job | None:
-        """The image that should move next, where the arena is full."""
         jobs, is_writing = self._session.waiting_jobs()
         room = self._budget_bytes() - self._used_bytes()
         by_number = {job.sequence: job for job in jobs}
@@ -100,7 +99,6 @@ class Spill:
         return self._budget // self._ranks
 
     def _used_bytes(self) -> int:
-        """Memory or blocks of all files."""
         return 512 * sum(os.fstat(each.fd).st_blocks for _, each in self._session.spilled())
 
     def _move(self, job: Job) -> bool:

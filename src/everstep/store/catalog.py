@@ -279,16 +279,10 @@ def _needed(disk: Readable, path: str) -> bytes:
 
 def added_bytes(manifest: Manifest) -> int:
     """The bytes of the files that were written for a checkpoint, and not for one before it."""
-    links = [(part.steps, link) for part in manifest.all_parts for link in part.packs]
-    links += [
-        (manifest.step, link) for stream in manifest.streams.values() for link in stream.packs
-    ]
-    new = {
-        link.path: link.size
-        for step, link in links
-        if names.is_new_in(link.path, CheckpointName(step, manifest.epoch))
-    }
-    return sum(new.values())
+    steps = {manifest.step, *(part.steps for part in manifest.all_parts)}
+    own = {CheckpointName(step, manifest.epoch) for step in steps}
+    packs = {link.path: link.size for link in manifest.files}
+    return sum(size for path, size in packs.items() if names.writer_of(path) in own)
 
 
 def tags(disk: Readable) -> list[str]:

@@ -79,39 +79,6 @@ class _Step:
         return previous.name
 
 
-def _to_copy(
-    source: Readable, target: Target, name: CheckpointName, nodes: Collection[int]
-) -> list[_Step]:
-    """What the target lacks, oldest first. Where it has a checkpoint, it has what that goes back
-    to. `nodes`: whose packs it may lack though it has the manifest."""
-    steps = [_read_step(source, target, name, nodes)]
-    while not steps[0].is_there and (behind := steps[0].behind):
-        catalog.check_previous(source, steps[0].manifest)
-        steps.insert(0, _read_step(source, target, behind, nodes))
-    check_follows(steps[0].manifest, steps[0].name)
-    return [step for step in steps if step.name == name or not step.is_there]
-
-
-def _read_step(
-    source: Readable, target: Target, name: CheckpointName, nodes: Collection[int]
-) -> _Step:
-    """Raises Missing, Corrupt; Conflict where the target has another one."""
-    document, manifest = catalog.read_manifest_document(source, name)
-    there = _find(target, names.manifest_path(name))
-    if there not in (None, document) and not _is_same(target, name, manifest):
-        raise Conflict(
-            f"copying {name} of {source.root} to {target.root}: another checkpoint of that name is "
-            f"there, as two writers have gone on from one step. Delete the one that is not wanted "
-            f"(everstep rm {target.root} {name}), or copy to another place"
-        )
-    state = catalog.read_state(source, name) if manifest.records else None
-    state_document = source.read(names.state_path(name)) if state else None
-    streams = tuple(catalog.read_stream(source, each) for each in manifest.streams.values())
-    own = (pack for part in manifest.all_parts if part.rank in nodes for pack in part.packs)
-    is_there = there is not None and all(target.size(pack.path) == pack.size for pack in own)
-    return _Step(name, document, manifest, state_document, state, streams, is_there)
-
-
 def _is_same(target: Readable, name: CheckpointName, manifest: Manifest) -> bool:
     """Whether the target's checkpoint has the same content: a step that was routed there, whose
     answer got lost, and that the store took then, perhaps encoded in another way."""
@@ -192,7 +159,7 @@ class Copier:
             self._open()
         self._copied, self._before, self._packs = Copied(), self._packs, set()
         self._tables.clear()
-        steps = _to_copy(self.source, self._target, name, self._nodes or ())
+        steps = self._to_copy(name)
         self._total, self._done = sum(step.size for step in steps), 0
         self._copy_epochs(name.epoch)
         for step in steps:
@@ -200,6 +167,34 @@ class Copier:
         for tag in tags:
             commit.set_tag(self._target, tag, name)
         return self._copied
+
+    def _to_copy(self, name: CheckpointName) -> list[_Step]:
+        """What the target lacks, oldest first. Where it has a checkpoint, it has what that goes
+        back to."""
+        steps = [self._read_step(name)]
+        while not steps[0].is_there and (behind := steps[0].behind):
+            catalog.check_previous(self.source, steps[0].manifest)
+            steps.insert(0, self._read_step(behind))
+        check_follows(steps[0].manifest, steps[0].name)
+        return [step for step in steps if step.name == name or not step.is_there]
+
+    def _read_step(self, name: CheckpointName) -> _Step:
+        """Raises Missing, Corrupt; Conflict where the target has another one."""
+        source, target, nodes = self.source, self._target, self._nodes or ()
+        document, manifest = catalog.read_manifest_document(source, name)
+        there = _find(target, names.manifest_path(name))
+        if there not in (None, document) and not _is_same(target, name, manifest):
+            raise Conflict(
+                f"copying {name} of {source.root} to {target.root}: another checkpoint of that "
+                f"name is there, as two writers have gone on from one step. Delete the one that is "
+                f"not wanted (everstep rm {target.root} {name}), or copy to another place"
+            )
+        state = catalog.read_state(source, name) if manifest.records else None
+        state_document = source.read(names.state_path(name)) if state else None
+        streams = tuple(catalog.read_stream(source, each) for each in manifest.streams.values())
+        own = (pack for part in manifest.all_parts if part.rank in nodes for pack in part.packs)
+        is_there = there is not None and all(target.size(pack.path) == pack.size for pack in own)
+        return _Step(name, document, manifest, state_document, state, streams, is_there)
 
     def _open(self) -> None:
         """Make the target's store, where there is none, of the same run. Raises as check_run."""
@@ -221,8 +216,8 @@ class Copier:
         while number is not None and number in epochs:
             path, is_whole = names.epoch_path(number), epochs[number].created
             if is_whole and _find(self._target, path) != (document := source.read(path)):
-                said = f"its {path} is another writer's than that of {source.root}: both have gone "
-                _create(self._target, path, document, f"{said}on from one run. Copy elsewhere")
+                said = f". That of {source.root} is another: both have gone on from one run"
+                _create(self._target, path, document, f"{said}. Copy elsewhere")
             number = epochs[number].parent
         self._epochs.add(newest)
 
@@ -315,7 +310,7 @@ class Copier:
                     )
             self._publish_state(step)
             if not step.is_there:
-                self._create(names.manifest_path(step.name), step.document)
+                _create(target, names.manifest_path(step.name), step.document)
                 self._copied.checkpoints.append(step.name)
 
     def _publish_state(self, step: _Step) -> None:
@@ -327,16 +322,13 @@ class Copier:
             self._target.delete(path)
             there = None
         if step.state_document is not None and there is None:
-            self._create(path, step.state_document)
-
-    def _create(self, path: str, document: bytes) -> None:
-        _create(self._target, path, document, f"somebody else has just created another {path}")
+            _create(self._target, path, step.state_document)
 
 
-def _create(tier: Target, path: str, document: bytes, problem: str) -> None:
-    """Publish a document. Raises Conflict with that problem where another one is there."""
+def _create(tier: Target, path: str, document: bytes, advice: str = "") -> None:
+    """Publish a document. Raises Conflict where another one is there."""
     if not tier.create(path, document) and _find(tier, path) != document:
-        raise Conflict(f"copying to {tier.root}: {problem}")
+        raise Conflict(f"copying to {tier.root}: another writer has created {path}{advice}")
 
 
 def _find(tier: Readable, path: str) -> bytes | None:

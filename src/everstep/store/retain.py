@@ -7,9 +7,10 @@ leaves unreachable files, which gc sweeps, and never a manifest without its data
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 from everstep.errors import Conflict, Corrupt, EverstepError, Missing
 from everstep.format.manifest import CheckpointName, Manifest
@@ -63,31 +64,19 @@ def superfluous(
     return [name for name in sorted(checkpoints) if name not in kept]
 
 
-@dataclass(frozen=True, slots=True)
-class Needs:
+class Needs(NamedTuple):
     """What a manifest needs: its data files, and the checkpoint that it goes on from (its log, or
-    its differences).
-    `takes_replay`: a whole state may be made of it at any time; `ends_chain`: see Manifest."""
+    its differences). `takes_replay`: a whole state may be made of it at any time; `ends_chain`: see
+    Manifest."""
 
     files: frozenset[str]
     previous: CheckpointName | None
     takes_replay: bool
     ends_chain: bool
 
-    @classmethod
-    def of(cls, manifest: Manifest) -> "Needs":
-        """As the manifest says."""
-        behind = manifest.behind
-        return cls(
-            frozenset(link.path for link in manifest.files),
-            behind.name if behind else None,
-            bool(manifest.records),
-            manifest.ends_chain,
-        )
 
-
-NeedsCache = dict[str, Needs]
-"""By the path of a manifest, or of the state that was made of a log step."""
+NeedsCache = dict[CheckpointName, tuple[Needs, Needs | None]]
+"""Of a manifest, and of the state that was made of a log step."""
 
 
 def apply(
@@ -178,8 +167,7 @@ def _delete(disk: Tier, doomed: Names, cache: NeedsCache) -> int:
         disk.delete(names.manifest_path(name))
         if disk.size(names.state_path(name)) is not None:  # last: the log may need it
             disk.delete(names.state_path(name))
-        cache.pop(names.manifest_path(name), None)
-        cache.pop(names.state_path(name), None)
+        cache.pop(name, None)
     freed = 0
     for path in sorted(files - needed):
         if not path.startswith(names.TABLES):
@@ -211,7 +199,8 @@ def sweep(disk: Tier) -> tuple[int, int]:
         doomed -= needed
         if not disk.is_directory:  # somebody may have begun to write since
             doomed -= _reachable(disk, catalog.committed(disk), {})
-        doomed.update(_dead_parts(disk, set(committed), live))
+        there = set(committed)  # of older epochs, or what was committed, no part comes any more
+        doomed.update(_part_documents(disk, lambda n: n in there or n.epoch < live))
         doomed |= _idle(disk, names.WRITERS) | _idle(disk, names.PROBES)
         directories = ["", names.EPOCHS, names.TAGS, names.DATA, names.TABLES]
         directories += [f"{names.CHECKPOINTS}/{name}" for name in disk.list(names.CHECKPOINTS)]
@@ -227,23 +216,17 @@ def _told(disk: Tier, committed: Set[CheckpointName], since: int = 0) -> set[str
     """The packs that part documents name, of epochs from `since` on: of several nodes with stores
     of their own, another one commits what has them, perhaps just now."""
     found: set[str] = set()
-    for name in map(names.parse_checkpoint, disk.list(names.CHECKPOINTS)):
-        if name and name not in committed and name.epoch >= since:
-            for path in catalog.part_documents(disk, name):
-                with contextlib.suppress(Missing, Corrupt):  # of one that is lost nothing comes
-                    part = decode_node_part(disk.read(path), path).part
-                    found |= {link.path for link in part.packs} if part else set()
+    for path in _part_documents(disk, lambda n: n not in committed and n.epoch >= since):
+        with contextlib.suppress(Missing, Corrupt):  # of one that is lost nothing comes
+            part = decode_node_part(disk.read(path), path).part
+            found |= {link.path for link in part.packs} if part else set()
     return found
 
 
-def _dead_parts(disk: Tier, committed: Set[CheckpointName], live: int) -> list[str]:
-    """Part documents of which nothing will come: of older epochs, or what was committed."""
-    return [
-        path
-        for name in map(names.parse_checkpoint, disk.list(names.CHECKPOINTS))
-        if name and (name in committed or name.epoch < live)
-        for path in catalog.part_documents(disk, name)
-    ]
+def _part_documents(disk: Tier, is_wanted: Callable[[CheckpointName], bool]) -> Iterator[str]:
+    for name in map(names.parse_checkpoint, disk.list(names.CHECKPOINTS)):
+        if name and is_wanted(name):
+            yield from catalog.part_documents(disk, name)
 
 
 def _settle_absent(disk: Tier, committed: Set[CheckpointName], live: int) -> None:
@@ -274,19 +257,21 @@ def _idle(disk: Tier, directory: str) -> set[str]:
 def _needs(disk: Tier, name: CheckpointName, cache: NeedsCache) -> Needs:
     """What a checkpoint needs, and the state that was made of a log step, which may come at any
     time, and then stays: nothing before it is needed where it stands for the log."""
-    path = names.manifest_path(name)
-    if path not in cache:
-        cache[path] = Needs.of(catalog.read_manifest(disk, name))
-    own, path = cache[path], names.state_path(name)
-    state = cache.get(path)
-    if own.takes_replay and state is None and (found := commit.find_state(disk, name)):
-        state = Needs.of(found)
-        if not state.takes_replay:  # else another may take its place
-            cache[path] = state
+    own, state = cache.get(name) or (_needs_of(catalog.read_manifest(disk, name)), None)
+    if own.takes_replay and (state is None or state.takes_replay):  # else another may come
+        found = commit.find_state(disk, name)
+        state = _needs_of(found) if found else None
+    cache[name] = own, state
     if state is None:
         return own
     previous = None if state.ends_chain else own.previous
-    return replace(own, files=own.files | state.files, previous=previous)
+    return own._replace(files=own.files | state.files, previous=previous)
+
+
+def _needs_of(manifest: Manifest) -> Needs:
+    files = frozenset(link.path for link in manifest.files)
+    previous = manifest.behind.name if manifest.behind else None
+    return Needs(files, previous, bool(manifest.records), manifest.ends_chain)
 
 
 def _reachable(disk: Tier, checkpoints: Iterable[CheckpointName], cache: NeedsCache) -> set[str]:

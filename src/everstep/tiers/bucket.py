@@ -73,7 +73,6 @@ class Bucket(Objects):
         """How far the server's clock is ahead, as far as that is known."""
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
-        """Publish what `pieces` bring; readers see what was there before, or all of it."""
         part_bytes = max(_PART_BYTES, -(-size // _PARTS_MAX))
         with (
             self._telling("writing", path, size),
@@ -105,7 +104,6 @@ class Bucket(Objects):
 
     @contextmanager
     def new_file(self, path: str, size: int = 0) -> Iterator["Upload"]:
-        """Write the new object `path`; on any error it does not appear."""
         upload = Upload(self, path)
         try:
             with self._telling("writing", path, size):
@@ -115,7 +113,6 @@ class Bucket(Objects):
             raise
 
     def create(self, path: str, data: bytes) -> bool:
-        """Publish `data` under `path` at once; False where something else is there already."""
         self._probe()
         with self._telling("creating", path, len(data)):
             return self._create(path, data)
@@ -162,12 +159,10 @@ class Bucket(Objects):
         return False
 
     def replace(self, path: str, data: bytes) -> None:
-        """Publish `data` under `path`; readers see what was there before, or this."""
         with self._telling("replacing", path, len(data)):
             self._api.put(self._store, path, data)
 
     def size(self, path: str) -> int | None:
-        """Bytes of an object; None where there is none. Raises Unavailable."""
         try:
             with self._telling("looking for", path, 0):
                 return int(self._api.head(self._store, path)["size"])
@@ -188,7 +183,6 @@ class Bucket(Objects):
             return bytes(found.bytes())
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises Corrupt where the object is short."""
         with self._telling("reading", path, len(view)):
             found = self._api.get_range(self._store, path, start=offset, length=len(view))
         if len(found) != len(view):
@@ -196,13 +190,11 @@ class Bucket(Objects):
         view[:] = memoryview(found)
 
     def list(self, directory: str) -> list[str]:
-        """The names below a prefix, up to the next "/"; sorted."""
         found = self._list(directory)
         paths = [*found["common_prefixes"], *(each["path"] for each in found["objects"])]
         return sorted({path.rstrip("/").rpartition("/")[2] for path in paths})
 
     def files(self, directory: str) -> dict[str, tuple[int, float]]:
-        """See Disk."""
         return {
             each["path"].rpartition("/")[2]: (each["size"], each["last_modified"].timestamp())
             for each in self._list(directory)["objects"]
@@ -223,12 +215,10 @@ class Bucket(Objects):
         )
 
     def delete(self, path: str) -> None:
-        """Remove an object; no error where it is gone already."""
         with contextlib.suppress(Missing), self._telling("deleting", path, 0):
             self._api.delete(self._store, path)
 
     def forget(self, paths: Sequence[str]) -> None:
-        """Remove objects on which nothing depends: no error where one cannot be."""
         for path in paths:
             with contextlib.suppress(Unavailable):
                 self.delete(path)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from everstep.errors import Missing, Unavailable, Unsupported
-from everstep.tiers.files import WRITES_IN_FLIGHT, DiskReader, NewFile, read_whole, telling
+from everstep.tiers.files import WRITES_IN_FLIGHT, DiskReader, NewFile, read_whole, stat_of, telling
 from everstep.tiers.system import System
 
 LOCK_WAIT_S = 60.0
@@ -144,7 +144,7 @@ class Disk:
 
     def _stat(self, path: str) -> os.stat_result | None:
         with telling("looking for", self.root / path):
-            return _stat(f"{self.root}/{path}")
+            return stat_of(f"{self.root}/{path}")
 
     def read(self, path: str) -> bytes:
         """The whole of a document; raises Missing, or Corrupt where it is too large to be one."""
@@ -171,14 +171,14 @@ class Disk:
         """What lies in a directory and has a file of this name in it; sorted."""
         place, found = f"{self.root}/{directory}", self.list(directory)
         with telling("looking into", self.root / directory):
-            return [each for each in found if _stat(f"{place}/{each}/{name}")]
+            return [each for each in found if stat_of(f"{place}/{each}/{name}")]
 
     def files(self, directory: str) -> dict[str, tuple[int, float]]:
         """The files in a directory: bytes of each, and when it was last written to, by the clock
         `now`. Raises Unavailable."""
         place, names = f"{self.root}/{directory}", self.list(directory)
         with telling("looking into", self.root / directory):
-            found = {name: _stat(f"{place}/{name}") for name in names}
+            found = {name: stat_of(f"{place}/{name}") for name in names}
         regular = ((n, each) for n, each in found.items() if each and stat.S_ISREG(each.st_mode))
         return {name: (each.st_size, each.st_mtime) for name, each in regular}
 
@@ -336,15 +336,3 @@ class Disk:
     def _forget(self, name: str) -> None:
         with contextlib.suppress(OSError):  # gc finds it
             self._system.unlink(name)
-
-
-def _stat(name: str) -> os.stat_result | None:
-    """Of a file; None where there is none. Thousands are asked for: no Path is made of each."""
-    try:
-        return os.stat(name)
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # it is there, and no regular file
-            return os.lstat(name)
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise

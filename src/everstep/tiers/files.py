@@ -158,13 +158,7 @@ class DiskReader:
         """Raises OSError, and Corrupt for what is no regular file, which might block for ever."""
         self._name = name
         self._direct_fd = -1
-        try:
-            is_regular = stat.S_ISREG(os.stat(name).st_mode)
-        except OSError as error:
-            if error.errno != errno.ELOOP:  # links in a circle
-                raise
-            is_regular = False
-        if not is_regular:
+        if (found := stat_of(name)) and not stat.S_ISREG(found.st_mode):
             raise Corrupt(
                 f"reading {name}: it is no regular file, but a directory, a FIFO, a socket, a "
                 f"device, or a link to one. Something else was put in its place"
@@ -203,6 +197,18 @@ class DiskReader:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def stat_of(name: str) -> os.stat_result | None:
+    """Of a file; None where there is none. Thousands are asked for: no Path is made of each."""
+    try:
+        return os.stat(name)
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # it is there, and no regular file
+            return os.lstat(name)
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
 
 
 def read_whole(reader: Reader, where: object) -> bytes:

@@ -26,7 +26,6 @@ class Memory(Objects):
         self._lock = threading.RLock()
 
     def stream(self, path: str, pieces: Iterable[memoryview], size: int) -> None:
-        """Publish the `size` bytes that `pieces` bring."""
         with self._lock:
             if self.used_bytes + size > self.budget_bytes:
                 raise Unavailable(
@@ -48,7 +47,6 @@ class Memory(Objects):
             self._files[path] = data
 
     def create(self, path: str, data: bytes) -> bool:
-        """Publish `data` under `path`; False where `path` exists already."""
         with self._lock:
             if path in self._files:
                 return False
@@ -56,16 +54,13 @@ class Memory(Objects):
             return True
 
     def replace(self, path: str, data: bytes) -> None:
-        """Publish `data` under `path`."""
         self.stream(path, [memoryview(data)], len(data))
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
         found = self._files.get(path)
         return None if found is None else len(found)
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises Missing, Corrupt where the file is short."""
         data, end = self._files.get(path), offset + len(view)
         if data is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
@@ -74,14 +69,12 @@ class Memory(Objects):
         view[:] = memoryview(data)[offset:end]
 
     def list(self, directory: str) -> list[str]:
-        """The names in a directory, sorted."""
         prefix = f"{directory}/" if directory else ""
         with self._lock:
             below = [path.removeprefix(prefix) for path in self._files if path.startswith(prefix)]
         return sorted({path.partition("/")[0] for path in below})
 
     def delete(self, path: str) -> None:
-        """Remove a file; no error where it is gone already."""
         with self._lock:
             self.used_bytes -= len(self._files.pop(path, b""))
 

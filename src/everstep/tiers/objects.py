@@ -36,39 +36,32 @@ class Objects(ABC):
         """The names in a directory, sorted."""
 
     def open(self, path: str, direct: bool = False) -> "RangeReader":
-        """Open for reading. Raises Missing, Unavailable."""
         del direct
         if (size := self.size(path)) is None:
             raise Missing(f"reading {self.root / path}: there is no such file")
         return RangeReader(self, path, size)
 
     def read(self, path: str) -> bytes:
-        """See Disk."""
         return read_whole(self.open(path), self.root / path)
 
     def holds(self, path: str) -> bool:
-        """Whether the file is there."""
         return self.size(path) is not None
 
     def holders(self, directory: str, name: str) -> Sequence[str]:
-        """See Disk."""
         found = self.list(directory)
         return [each for each in found if self.size(f"{directory}/{each}/{name}") is not None]
 
     def share(self, other: object, path: str) -> bool:
-        """Nothing is shared."""
         del other, path
         return False
 
     def sync(self, paths: str | Sequence[str]) -> None:
-        """Nothing to do, as with what else is synced or made in a directory."""
         del paths
 
     settle = sync_entries = make_directories = sync
 
     @contextmanager
     def locked(self, *, exclusive: bool) -> Iterator[None]:
-        """Nothing is held."""
         del exclusive
         yield
 
@@ -82,7 +75,6 @@ class RangeReader:
     size: int
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `offset`."""
         if len(view):
             self.tier.read_range(self.path, offset, view)
 

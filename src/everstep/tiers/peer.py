@@ -151,7 +151,6 @@ class Peer(Objects):
         """As many as threads have asked at a time."""
 
     def size(self, path: str) -> int | None:
-        """Bytes of a file; None where there is none."""
         size: int | None = self._ask("size", path)
         return size
 
@@ -160,12 +159,10 @@ class Peer(Objects):
         return bytes(self._ask("read", path, size_max=DOCUMENT_BYTES_MAX))
 
     def read_range(self, path: str, offset: int, view: memoryview) -> None:
-        """Fill `view` from `offset`. Raises Corrupt where the file is short."""
         size = len(view)
         self._ask("range", path, size_max=size, into=view, offset=offset, count=size)
 
     def list(self, directory: str) -> list[str]:
-        """The names in a directory, sorted."""
         found = self._ask("list", directory, size_max=DOCUMENT_BYTES_MAX)
         return [str(name) for name in json.loads(bytes(found))]
 

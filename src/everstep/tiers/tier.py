@@ -43,24 +43,19 @@ class Union:
         return next((problem for _, problem in self._away.values()), None)
 
     def list(self, directory: str) -> list[str]:
-        """The names in a directory of any of them."""
         return sorted({name for found in self._ask(lambda t: t.list(directory)) for name in found})
 
     def holders(self, directory: str, name: str) -> Sequence[str]:
-        """See Disk."""
         found = self._ask(lambda tier: tier.holders(directory, name))
         return sorted({each for holders in found for each in holders})
 
     def read(self, path: str) -> bytes:
-        """See Disk."""
         return self._first(path, lambda tier: tier.read(path))
 
     def open(self, path: str, direct: bool = False) -> Reader:
-        """See Disk."""
         return self._first(path, lambda tier: tier.open(path, direct))
 
     def size(self, path: str) -> int | None:
-        """See Disk."""
         return next((size for size in self._ask(lambda t: t.size(path)) if size is not None), None)
 
     def __getattr__(self, name: str) -> Any:

@@ -136,7 +136,6 @@ def _calls(each: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
 def _merge_call(
     row: Sequence[Mapping[str, Any]], ranks: Sequence[Sequence[int]], sets: list[Any]
 ) -> dict[str, Any]:
-    """One optimizer call of all ranks: what is the same, and of each rank what is not."""
     each = _of_ranks(row, ranks)
     keys = dict.fromkeys(key for call in each for key in call)
     same = {key for key in keys if all(call.get(key) == each[0].get(key) for call in each)}
@@ -183,7 +182,6 @@ def _united(values: Sequence[Any]) -> dict[str, Any] | None:
 
 
 def _has_tensors(value: Any) -> bool:
-    """Whether tagged JSON refers to tensors."""
     if isinstance(value, list):
         return any(map(_has_tensors, value))
     if not isinstance(value, dict):

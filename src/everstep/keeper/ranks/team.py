@@ -362,7 +362,6 @@ class Team:
             yield (save := following)
 
     def _persist(self, first: NodeSave) -> None:
-        """Commit a step, and with it the records that are gathered meanwhile."""
         if self.writer.remote and (taken := self.writer.remote.conflict):
             self._end_save(first, taken)
             return
@@ -394,7 +393,6 @@ class Team:
             self._note_commit(save, outcome)
 
     def _note_commit(self, save: NodeSave, outcome: Outcome) -> None:
-        """What goes on from there."""
         remote = self.writer.remote
         if remote and outcome.is_routed:
             remote.reached(outcome.name)
