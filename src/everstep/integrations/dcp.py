@@ -28,50 +28,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.storage import StorageReader as ReaderOfDCP
-from torch.distributed.checkpoint.storage import StorageWriter as WriterOfDCP
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from everstep.errors import (
-    KINDS,
-    Conflict,
-    Corrupt,
-    EverstepError,
-    Mismatch,
-    Missing,
-    Unsupported,
-    kind_of,
-)
+from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
 from everstep.format import document
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import index_of
-from everstep.format.index import Index
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.merge import unite_tables
 from everstep.format.packs import lay_out
-from everstep.format.tables import FileLink, Table, TensorEntry, encode_table
+from everstep.format.tables import FileLink, TensorEntry, encode_table
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
@@ -110,7 +81,8 @@ class _Storage:
     """What a writer and a reader are set to: a store, and a step of it (None: the next, or the
     latest). The store may be named as STORE@STEP, too."""
 
-    def __init__(self, path: Path | None, step: int | str | None) -> None:
+    def __init__(self, path: Path | None = None, step: int | str | None = None) -> None:
+        """`path`: the store. `step`: also a tag, or "120-3", step 120 of epoch 3, to be loaded."""
         self._store = None if path is None else os.fspath(path)
         self._step = self._default_step = step
         self.reset(path if step is None else None)
@@ -159,7 +131,7 @@ class _Written:
     streams: list[str] = dataclasses.field(default_factory=list)
 
 
-class StorageWriter(_Storage, WriterOfDCP):
+class StorageWriter(_Storage, dcp.StorageWriter):
     """Saves to a store of everstep. It can be pickled, for async_save by a process.
 
     Each object of it is one writer, with one epoch: once another one has saved, it gets Conflict.
@@ -179,7 +151,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         and for those that would transform what is stored (`_extensions`)."""
         if of_files.pop("_extensions", None):
             raise TypeError("StorageWriter transforms nothing: leave _extensions out")
-        if unknown := sorted(of_files.keys() - inspect.signature(FileSystemWriter).parameters):
+        if unknown := sorted(of_files.keys() - inspect.signature(dcp.FileSystemWriter).parameters):
             raise TypeError(f"StorageWriter has no option {unknown[0]!r}")
         super().__init__(path, step)
         self._keep = keep
@@ -201,16 +173,16 @@ class StorageWriter(_Storage, WriterOfDCP):
         self._token = secrets.token_hex(8)
         self._rank, self._name = kwargs.get("rank"), None
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+    def prepare_local_plan(self, plan: dcp.SavePlan) -> dcp.SavePlan:
         """On all ranks: mark the plan as one of this save."""
         return dataclasses.replace(plan, storage_data=self._token)
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+    def prepare_global_plan(self, plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
         """On the coordinator: claim the checkpoint, and tell all. Raises Conflict, Unavailable."""
         name = self._claim(tier_at(self.store))
         return [dataclasses.replace(plan, storage_data=(plan.storage_data, name)) for plan in plans]
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
         """On all ranks: write what the plan has, durably; blocks. Raises Mismatch, Unsupported,
         Unavailable."""
         disk, written = tier_at(self.store), _Written(self._name_of(plan))
@@ -223,7 +195,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         size = written.part.size if written.part else 0
         return _done([WriteResult(MetadataIndex(""), size, written)])
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator: publish what all have written. Raises Conflict, Mismatch,
         Unsupported, Unavailable; then there is no checkpoint."""
         name, disk = self._name, tier_at(self.store)
@@ -276,7 +248,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             )
         return int(self._step)
 
-    def _name_of(self, plan: SavePlan) -> CheckpointName:
+    def _name_of(self, plan: dcp.SavePlan) -> CheckpointName:
         """What this rank writes for. A planner that caches plans gives one of an earlier save: then
         it is told from the store, in which the coordinator's claim is the newest."""
         if self._name:
@@ -289,7 +261,7 @@ class StorageWriter(_Storage, WriterOfDCP):
         return CheckpointName(step, catalog.newest_epoch(disk))
 
     def _manifest(
-        self, disk: Tier, name: CheckpointName, metadata: Metadata, written: Sequence[_Written]
+        self, disk: Tier, name: CheckpointName, metadata: dcp.Metadata, written: Sequence[_Written]
     ) -> Manifest:
         """Of what all have written. Raises Conflict, Mismatch, Unsupported."""
         if others := {each.name for each in written} - {name}:
@@ -301,6 +273,11 @@ class StorageWriter(_Storage, WriterOfDCP):
         ranks = [(rank, each) for rank, each in enumerate(written) if each.part]
         parts = [dataclasses.replace(each.part, rank=rank) for rank, each in ranks if each.part]
         tables = [(f"rank {rank}", parse(each.table).table) for rank, each in ranks]
+        found = unite_tables(tables, are_all=True)
+        for key, each in metadata.state_dict_metadata.items():
+            is_tensor = isinstance(each, dcp.TensorStorageMetadata) and each.size.numel() > 0
+            if is_tensor and key not in found:
+                raise Mismatch(f"saving {key!r}: nobody wrote it. A rank that has it must save it")
         objects = {key: value for each in written for key, value in each.objects.items()}
         said = {
             "data": metadata.planner_data,
@@ -320,7 +297,7 @@ class StorageWriter(_Storage, WriterOfDCP):
             parent=self._parent and self._parent._asdict(),
             topology=topology(len(written), "dcp"),
             capture={"library": "torch.distributed.checkpoint"},
-            index=_index_of(tables, metadata),
+            index=index_of([table for _, table in tables]),
         )
 
 
@@ -338,7 +315,7 @@ def _discard_left(disk: Tier, rank: int | None) -> None:
             commit.discard_packs(disk, name, [pack.path for pack in packs])
 
 
-def _collect(plan: SavePlan, planner: SavePlanner, written: _Written) -> dict[str, Leaf]:
+def _collect(plan: dcp.SavePlan, planner: dcp.SavePlanner, written: _Written) -> dict[str, Leaf]:
     """The tensors of a rank's plan, or boxes of them, by their entries; its objects go to
     `written`. Raises Mismatch, Unsupported."""
     leaves: list[Leaf] = []
@@ -371,7 +348,7 @@ def _collect(plan: SavePlan, planner: SavePlanner, written: _Written) -> dict[st
     return found
 
 
-def _leaf_of(item: WriteItem, planner: SavePlanner) -> Leaf:
+def _leaf_of(item: dcp.WriteItem, planner: dcp.SavePlanner) -> Leaf:
     """What the planner has for a tensor, or a box of one. Raises Mismatch."""
     data: Any = planner.resolve_data(item)
     data = data.wait() if hasattr(data, "trigger_wait") else data  # still on its way
@@ -388,11 +365,11 @@ def _leaf_of(item: WriteItem, planner: SavePlanner) -> Leaf:
     return Leaf(key, data.detach(), None, box, tuple(said.size))
 
 
-def _object_of(item: WriteItem, planner: SavePlanner) -> Any:
+def _object_of(item: dcp.WriteItem, planner: dcp.SavePlanner) -> Any:
     """What is no tensor, as it is; of a planner that makes bytes of its own, as torch reads them
     without running anything. Raises Unsupported."""
-    if isinstance(planner, DefaultSavePlanner):
-        kind, usual = type(planner), DefaultSavePlanner
+    if isinstance(planner, dcp.DefaultSavePlanner):
+        kind, usual = type(planner), dcp.DefaultSavePlanner
         own = (kind.resolve_data, kind.transform_object)
         if own == (usual.resolve_data, usual.transform_object):
             return planner.lookup_object(item.index)
@@ -424,32 +401,12 @@ def _write(disk: Tier, name: CheckpointName, leaves: Mapping[str, Leaf]) -> tupl
     return data.part(name.step), table
 
 
-def _index_of(tables: Sequence[tuple[str, Table]], metadata: Metadata) -> Index:
-    """Where all tensors are: of the table of each rank. Raises Mismatch where nobody has written a
-    part of one, or several have, and where ranks differ in what it is."""
-    found = unite_tables(tables, are_all=True)
-    for key, said in metadata.state_dict_metadata.items():
-        is_tensor = isinstance(said, TensorStorageMetadata) and said.size.numel() > 0
-        if is_tensor and key not in found:
-            raise Mismatch(f"saving {key!r}: nobody wrote it. A rank that holds it must save it")
-    return index_of([table for _, table in tables])
-
-
 # ---- load ----------------------------------------------------------------------------------------
 
 
-class StorageReader(_Storage, ReaderOfDCP):
-    """Loads from a store of everstep, whoever wrote it: a StorageWriter, or a Checkpointer.
-
-    A step of a log is replayed first, as everstep.Store.read does it (by torch's own optimizers, on
-    the CPU): by each rank for itself, in memory for the whole state, until the load is over. Make
-    one that is loaded often whole, once: `everstep materialize`.
-    """
-
-    def __init__(self, path: Path | None = None, step: int | str | None = None) -> None:
-        """`path`: the store. `step`: None for the latest; a step, a tag, or "120-3": step 120 of
-        epoch 3."""
-        super().__init__(path, step)
+class StorageReader(_Storage, dcp.StorageReader):
+    """Loads from a store of everstep, whoever wrote it: a StorageWriter, or a Checkpointer. A log's
+    step is replayed by each rank, in memory: `everstep materialize` what is loaded often."""
 
     def reset(self, checkpoint_id: Path | None = None) -> None:
         """See _Storage; what was read before is read anew."""
@@ -457,7 +414,7 @@ class StorageReader(_Storage, ReaderOfDCP):
         self._opened: _State | None = None
         self._failure: EverstepError | None = None
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **kwargs: Any) -> dcp.Metadata:
         """What the checkpoint has: of a log step, what a replay comes to. Raises Missing, Corrupt;
         Unsupported for a log that only its own program can replay.
 
@@ -465,30 +422,31 @@ class StorageReader(_Storage, ReaderOfDCP):
         nothing then, and the reason when it goes on.
         """
         if "rank" in kwargs and self._failure:
-            return Metadata({})
+            return dcp.Metadata({})
         try:
             self._opened = state = _State(Store(self.store), self._step)
-        except EverstepError as error:  # ranks tell each other, by pickles
-            self._failure = KINDS[kind_of(error)](str(error))
-            raise self._failure from error
+        except EverstepError as error:
+            self._failure = error
+            raise
         self._failure = None
         found: dict[str, Any] = {name: _metadata_of(each) for name, each in state.tensors.items()}
-        found |= {name: BytesStorageMetadata() for name in state.objects}
+        found |= {name: dcp.BytesStorageMetadata() for name in state.objects}
         meta = StorageMeta(self.checkpoint_id, state.said.get("save_id"), self.load_id)
-        return Metadata(found, state.paths, {}, meta, state.said.get("version"))
+        return dcp.Metadata(found, state.paths, {}, meta, state.said.get("version"))
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """On all ranks. Raises what `read_metadata` did."""
         if self._failure:
             raise self._failure
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+    def prepare_local_plan(self, plan: dcp.LoadPlan) -> dcp.LoadPlan:
         """On all ranks."""
-        return dataclasses.replace(plan, storage_data=str(self._state.name))
+        assert self._opened, "read_metadata comes first"
+        return dataclasses.replace(plan, storage_data=str(self._opened.name))
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+    def prepare_global_plan(self, plans: list[dcp.LoadPlan]) -> list[dcp.LoadPlan]:
         """On the coordinator. Raises Conflict where ranks would load different steps."""
         found = sorted({str(plan.storage_data) for plan in plans} - {"None"})
         if len(found) > 1:
@@ -498,11 +456,12 @@ class StorageReader(_Storage, ReaderOfDCP):
             )
         return plans
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
         """On all ranks: fill the planner's tensors, and give it its objects; each byte is verified
         on the way. Blocks; what was read of the checkpoint before is let go of. Raises Missing,
         Mismatch, Corrupt, Unavailable."""
-        state, self._opened = self._state, None
+        state, self._opened = self._opened, None
+        assert state, "read_metadata comes first"
         items = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [(item, planner.resolve_tensor(item).detach()) for item in items]
         with state.loader:
@@ -513,11 +472,6 @@ class StorageReader(_Storage, ReaderOfDCP):
                 if item.type == LoadItemType.BYTE_IO:
                     planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
         return _done(None)
-
-    @property
-    def _state(self) -> "_State":
-        assert self._opened is not None, "read_metadata comes first"
-        return self._opened
 
 
 class _State:
@@ -543,7 +497,7 @@ class _State:
             self.paths = {key: (key,) for key in self.objects}
             self.paths |= {name: tuple(name.split(".", 1)) for name in self.tensors}
             self._rename_optimizers()
-        for name in (name for value in self.objects.values() for name in references(value)):
+        for name in references([*self.objects.values()]):
             self.tensors.pop(name, None)
 
     def _rename_optimizers(self) -> None:
@@ -556,16 +510,17 @@ class _State:
 
         hyperparameters = self.whole.manifest.hyperparameters
         for name, table in self.whole.optimizers.items():
+            called = {each: each.partition(".")[2] for each in table["groups"]}  # in its model
             for parameter, keys in table["state"].items():
                 for key in keys:
                     if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
-                        put(self.tensors, entry, name, "state", _bare(parameter), key)
+                        put(self.tensors, entry, name, "state", called[parameter], key)
             for number, values in enumerate(hyperparameters.get(name, ())):
-                members = [key for key, group in table["groups"].items() if group == number]
-                for key, value in {**values, "params": list(map(_bare, members))}.items():
+                members = [called[key] for key, at in table["groups"].items() if at == number]
+                for key, value in {**values, "params": members}.items():
                     put(self.objects, value, name, "param_groups", number, key)
 
-    def place(self, item: ReadItem, target: torch.Tensor) -> tuple[TensorEntry, LocalBox]:
+    def place(self, item: dcp.ReadItem, target: torch.Tensor) -> tuple[TensorEntry, LocalBox]:
         """A box of a stored tensor, and where it goes. Raises Missing; Mismatch where it does not
         fit."""
         name = item.storage_index.fqn
@@ -590,17 +545,12 @@ class _State:
         return io.BytesIO(found) if is_stream else found
 
 
-def _bare(parameter: str) -> str:
-    """Its name within its model, as a Checkpointer has it under the model's."""
-    return parameter.partition(".")[2]
-
-
-def _metadata_of(entry: TensorEntry) -> TensorStorageMetadata:
+def _metadata_of(entry: TensorEntry) -> dcp.TensorStorageMetadata:
     """As one chunk."""
     size = torch.Size(entry.spec.shape)
     properties = TensorProperties(dtype=getattr(torch, entry.spec.dtype))
-    return TensorStorageMetadata(
-        properties, size, [ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
+    return dcp.TensorStorageMetadata(
+        properties, size, [dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
     )
 
 

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.boxes import Box
-from everstep.format.dtypes import ITEM_SIZES
 from everstep.interchange.pickles import Inert, dtype_of, read_pickle
 from everstep.interchange.tensors import Found, Part, Stretch, lengths, named
 from everstep.interchange.torch_files import Read, StandIn, load, load_piece, write_archive
@@ -23,7 +22,6 @@ from everstep.interchange.torch_files import Read, StandIn, load, load_piece, wr
 METADATA, _FILE = ".metadata", "__0_0.distcp"
 _COMMON = "common.pt"
 """Of Megatron-core's `torch_dist`: what is no tensor of one rank or another."""
-_METADATA_BYTES_MAX = 1 << 30
 _PATH_MAX = 64
 _LIST_MAX = 1 << 20
 
@@ -39,23 +37,20 @@ def read_tree(folder: Path) -> dict[str, Any]:
     path = folder / METADATA
     if not is_any(folder):
         raise Missing(f"reading {folder}: it has no {METADATA}")
-    if path.stat().st_size > _METADATA_BYTES_MAX:
-        raise Unsupported(f"reading {path}: it has {path.stat().st_size} bytes")
-    said = read_pickle(path.read_bytes(), path, {})
-    lies: dict[str, dict[Any, Inert]] = {}
+    said = read_pickle(Stretch(path, 0, path.stat().st_size), {})
+    lies: dict[tuple[str, Any], Inert] = {}
     for index, info in said.get("storage_data").items():
         name, offset = index.get("fqn"), index.get("offset")
         if type(name) is not str:  # hashing what is nested deeply takes the process's stack
             raise TypeError("something whose name is no text")
-        lies.setdefault(name, {})[offset if offset is None else lengths(offset)] = info
+        lies[name, offset if offset is None else lengths(offset)] = info
     paths = said.get("planner_data")
     tree: dict[Any, Any] = {}
     for name, each in said.get("state_dict_metadata").items():
         if each.kind.endswith(".TensorStorageMetadata"):
-            value: Any = _tensor(folder, name, each, lies.get(name, {}))
+            value: Any = _tensor(folder, name, each, lies)
         else:
-            (info,) = lies[name].values()
-            value = _load(_place(folder, info))
+            value = load_piece(_place(folder, lies[name, None]))
         way = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
         _put(tree, way, value)
     made = _with_lists(tree)
@@ -64,49 +59,33 @@ def read_tree(folder: Path) -> dict[str, Any]:
     return {**load(folder / _COMMON), **made} if (folder / _COMMON).is_file() else made
 
 
-def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[Any, Inert]) -> Found:
+def _tensor(folder: Path, name: str, said: Inert, lies: Mapping[tuple[str, Any], Inert]) -> Found:
     properties = said.get("properties")
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.get("dtype")
     kind, shape, parts = dtype_of(dtype), lengths(said.get("size")), []
     for chunk in said.get("chunks"):
         box = Box(lengths(chunk.get("offsets")), lengths(chunk.get("sizes")))
-        parts.append(_part(folder, name, kind, box, lies[box.offsets]))
+        parts.append(_part(_place(folder, lies[name, box.offsets]), name, kind, box))
     return Found(kind, shape, tuple(parts))
 
 
-def _part(folder: Path, name: str, dtype: str, box: Box, info: Inert) -> Part:
-    place = _place(folder, info)
-    if box.count * ITEM_SIZES[dtype] > place.size:
-        raise Corrupt(
-            f"reading {folder}: the piece {box} of {name!r} does not fit into {place.path}"
-        )
-
+def _part(place: Stretch, name: str, dtype: str, box: Box) -> Part:
     def blocks() -> Iterator[memoryview]:
-        found = _load(place)
+        found = load_piece(place)
         if not isinstance(found, Found) or (found.dtype, found.shape) != (dtype, box.lengths):
-            raise Corrupt(
-                f"reading {place.path} at byte {place.offset}: it is not the piece {box} of "
-                f"{name!r}"
-            )
+            raise Corrupt(f"reading {place}: it is not the piece {box} of {name!r}")
         for part in found.parts:
             yield from part.blocks()
 
     return Part(box, blocks)
 
 
-def _load(place: Stretch) -> Any:
-    return load_piece(place, f"{place.path} at byte {place.offset}")
-
-
 def _place(folder: Path, info: Inert) -> Stretch:
     """Where an item lies."""
-    name, offset, size = (info.get(key) for key in ("relative_path", "offset", "length"))
-    path = named(folder, name, folder)
+    path = named(folder, info.get("relative_path"), folder)
     if info.get("transform_descriptors"):
         raise Unsupported(f"reading {path}: it was transformed when it was saved")
-    if type(offset) is not int or type(size) is not int:
-        raise TypeError("no place in a file")
-    return Stretch(path, offset, size)
+    return Stretch(path, *lengths((info.get("offset"), info.get("length"))))
 
 
 def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:

@@ -44,11 +44,7 @@ def tag_of(folder: Path) -> Path | None:
         if (folder / latest).is_file():
             name = (folder / latest).read_bytes()[:256].decode(errors="replace").strip()
             return named(folder, name, folder / latest)
-    is_one = any(folder.glob("*_model_states.pt")) and any(
-        folder.glob(kind)
-        for kind in ("*_optim_states.pt", "mp_rank_00_*", "zero/optimizer_state.pt")
-    )
-    return folder if is_one else None
+    return folder if any(folder.glob("*mp_rank_00_model_states.pt")) else None
 
 
 class _Rows:
@@ -143,11 +139,10 @@ class _Rows:
             | self.numbers.get(name, {})
             for name, keys in self.parts.items()
         }
-        of = {row: index for index, group in enumerate(groups) for row in group["params"]}
-        members: list[list[str]] = [[] for _ in groups]
-        for row, own in enumerate(self.groups):
-            members[of[row]] += own
-        named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
+        named = [
+            {**group, "params": [name for row in group["params"] for name in self.groups[row]]}
+            for group in groups
+        ]
         return {"state": state, "param_groups": named}
 
     def _tensor(self, name: str, key: str) -> Found:
@@ -167,15 +162,12 @@ def _rest(states: Sequence[Any]) -> Iterator[tuple[str, Found]]:
     yield from (said.get("module") or {}).items()
     fragments = [each.get("frozen_param_fragments") or {} for each in states]
     for name, shape in (said.get("frozen_param_shapes") or {}).items():
-        rows, shape = [each[name] for each in fragments], lengths(shape)
-        if len(rows[0].shape) != 1 or len(states) == 1:
+        rows, shape, parts = [own[name] for own in fragments], lengths(shape), list[Part]()
+        if rows[0].shape == shape:
             yield name, rows[0]
             continue
-        parts = [
-            part
-            for row, (start, count) in zip(rows, _shares(shape, len(rows)), strict=True)
-            for part in row.flat(shape, start, 0, count)
-        ]
+        for row, (start, count) in zip(rows, _shares(shape, len(rows)), strict=True):
+            parts += row.flat(shape, start, 0, count)
         yield name, Found(rows[0].dtype, shape, tuple(parts))
 
 

@@ -7,11 +7,9 @@ all else        scheduler, rng, ...               tagged JSON, tensors in it und
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import add, le
-from typing import Any
+from typing import Any, NamedTuple
 
 from everstep.errors import Corrupt, Unsupported
-from everstep.format.boxes import Box
 from everstep.format.document import digest_of
 from everstep.format.manifest import Manifest, Part
 from everstep.format.tables import Table
@@ -21,11 +19,8 @@ from everstep.sharding.ranked import Share, own_name
 from everstep.state.objects import Json, encode
 from everstep.tiers.tier import Tier
 
-_STRUCTURE = ("params", "param_names")
 
-
-@dataclass(frozen=True, slots=True)
-class Borrowed:
+class Borrowed(NamedTuple):
     """A part of another checkpoint, whose packs this one has, too, as `table` says."""
 
     tier: Tier
@@ -69,8 +64,10 @@ class Draft:
         if name in self.tensors:
             raise Corrupt(f"reading {self.where}: two tensors are called {name!r}")
         boxes = [part.box for part in found.parts]
-        if not all(_fits(box, found.shape) for box in boxes):
-            raise Corrupt(f"reading {self.where}: a piece of {name!r} lies outside of its shape")
+        for box in boxes:
+            rows = zip(box.offsets, box.lengths, found.shape, strict=True)
+            if any(at + length > size for at, length, size in rows):
+                raise Corrupt(f"reading {self.where}: a piece of {name!r} lies outside of it")
         if flaw := find_flaw(found.shape, boxes):
             problem = "two pieces overlap" if flaw.members else "no piece has the elements"
             raise Corrupt(f"reading {self.where}: of {name!r} {problem} at {flaw.box}")
@@ -153,7 +150,7 @@ class Draft:
         for index, group in enumerate(state["param_groups"]):
             table["groups"] |= {names[each]: index for each in group["params"]}
             path = f"{name}.param_groups.{index}"
-            own = {k: each for k, each in group.items() if k not in _STRUCTURE}
+            own = {k: each for k, each in group.items() if k not in ("params", "param_names")}
             encoded = {k: self.encoded(f"{path}.{k}", each) for k, each in own.items()}
             self.hyperparameters[name].append(encoded)
         for each, own in state["state"].items():
@@ -178,8 +175,3 @@ class Draft:
             for name, found in self.tensors.items()
             if name.startswith(prefix) and name not in but
         }
-
-
-def _fits(box: Box, shape: tuple[int, ...]) -> bool:
-    ends = map(add, box.offsets, box.lengths)
-    return len(box.offsets) == len(box.lengths) == len(shape) and all(map(le, ends, shape))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.errors import Conflict, Missing, Unavailable
+from everstep.errors import Conflict, Missing
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
@@ -29,12 +29,11 @@ from everstep.sharding.leaves import bytes_of
 from everstep.sharding.ranked import values_by_index
 from everstep.state.objects import decode
 from everstep.store.copy import Progress
+from everstep.tiers.disk import Disk
+from everstep.tiers.files import telling
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
-
-SHARD_BYTES = 5_000_000_000
-"""As transformers has it."""
 
 _CONFIG, _FILE = "config.json", "checkpoint.pt"
 _BESIDE = ["generation_config.json", "tokenizer*", "vocab*", "merges.txt", "*.model"]
@@ -52,7 +51,7 @@ class Options:
 
     part: str | None = None
     dtype: str | None = None
-    shard_bytes: int = SHARD_BYTES
+    shard_bytes: int = 5_000_000_000  # as transformers has it
     beside: Sequence[Path] = ()
 
     def __post_init__(self) -> None:
@@ -103,27 +102,17 @@ def _new_folder(target: Path) -> Iterator[Path]:
     after an error. Raises Conflict where there is something, Unavailable."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Conflict(f"exporting to {target}: there is something. Name another place")
-    try:
+    with telling("exporting to", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(".tmp", f".{target.name}.", target.parent) as made:
             draft = Path(made, target.name)
             draft.mkdir()
             yield draft
-            for folder, _, files in os.walk(draft):
-                for each in (*files, "."):
-                    _sync(Path(folder, each))
+            disk = Disk(draft)
+            for each in (draft, *draft.rglob("*")):
+                (disk.sync if each.is_dir() else disk.settle)(str(each.relative_to(draft)))
             os.rename(draft, target)
-        _sync(target.parent)
-    except OSError as error:
-        raise Unavailable(f"exporting to {target}: {error.strerror or error}") from error
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        Disk(target.parent).sync("")
 
 
 @dataclass(slots=True)

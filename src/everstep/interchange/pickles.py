@@ -13,11 +13,11 @@ import io
 import pickle
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from sys import getsizeof
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,18 +25,26 @@ from torch.storage import _dtype_to_storage_type_map
 
 from everstep.errors import Corrupt, Unsupported
 from everstep.format.dtypes import ITEM_SIZES
-from everstep.interchange.tensors import Storage, Stretch, lengths, view_of
-from everstep.sharding.leaves import dtype_name
+from everstep.interchange.tensors import BLOCK_BYTES, Found, Stretch, lengths
+from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.objects import Foreign, Json, encode
 
 _BUDGET_BYTES, _BUDGET_MAX_BYTES, _BUDGET_PER_BYTE = 64 << 20, 5 << 30, 96
 _COSTS = {"EMPTY_SET": 400, "FROZENSET": 400, "EMPTY_DICT": 400, "EMPTY_LIST": 150, "REDUCE": 250}
 _COST = 100
+_BYTES_MAX = 1 << 30
 _DEPTH_MAX = 200
 _PLAIN = (str, bytes, int, float, bool, complex, type(None))
 _Unpickler: Any = pickle._Unpickler
 _RANGE = "builtins.range"
 """Is not made: it says in few bytes that a set, or a shape, has any number of items."""
+
+
+class Storage(NamedTuple):
+    """What tensors are views of. `dtype`: None where it is bytes."""
+
+    stretch: Stretch
+    dtype: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -80,25 +88,27 @@ class Inert(Foreign):
     add = append
 
 
-def read_pickle(data: bytes, where: object, beside: Mapping[str, Stretch]) -> Any:
+def read_pickle(lies: Stretch, beside: Mapping[str, Stretch]) -> Any:
     """The value of a pickle, settled: containers of its own, Found for tensors, arrays, dtypes;
     what else names make stays Inert. `beside`: where the storages of its tensors lie. Raises
     Corrupt, Unsupported, and what nonsense comes to (tensors.reading); nothing is executed."""
-    machine = _Machine(data, where, beside)
+    if lies.size > _BYTES_MAX:
+        raise Unsupported(f"reading {lies}: a pickle of {lies.size} bytes")
+    machine = _Machine(lies, beside)
     try:
         value = machine.load()
     except (pickle.UnpicklingError, EOFError) as error:
-        raise Corrupt(f"reading {where}: it is no whole pickle: {error}") from error
+        raise Corrupt(f"reading {lies}: it is no whole pickle: {error}") from error
     return machine.settled(value, 0)
 
 
 class _Machine(_Unpickler):  # type: ignore[misc]
     """Makes numbers, texts, lists, tuples and Inert, and nothing else."""
 
-    def __init__(self, data: bytes, where: object, beside: Mapping[str, Stretch]) -> None:
-        super().__init__(io.BytesIO(data), encoding="latin1")
-        self._where, self._beside = where, beside
-        self._left = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * len(data))
+    def __init__(self, lies: Stretch, beside: Mapping[str, Stretch]) -> None:
+        super().__init__(io.BytesIO(lies.read()), encoding="latin1")
+        self._where, self._beside = lies, beside
+        self._left = min(_BUDGET_MAX_BYTES, _BUDGET_BYTES + _BUDGET_PER_BYTE * lies.size)
 
     def spend(self, size: int) -> None:
         self._left -= size
@@ -194,18 +204,50 @@ _Machine.dispatch = dict.fromkeys(range(256), _Machine.refuse) | {
 
 
 def _tensor(
-    storage: Any, offset: Any, shape: Any, strides: Any, *beside: Any, dtype: str | None = None
+    items: Any, storage: Any, offset: Any, shape: Any, strides: Any, *beside: Any, dtype: Any = None
 ) -> Any:
-    """`beside`: whether it has a gradient, its hooks, and where torch has not yet conjugated or
-    negated what is stored, that it is to be."""
+    """Elements of a storage. `beside`: whether it has a gradient, its hooks, and where torch has
+    not yet conjugated or negated what is stored, that it is to be; `dtype`: None: the storage's.
+    Raises Corrupt where they are not in it; Unsupported where they are more than it has."""
     if any(beside[2:]):
         return Inert("tensor that is yet to be conjugated or negated", beside)
-    return view_of(storage, offset, shape, strides, dtype)
+    dtype = dtype or storage.dtype
+    (offset,), shape, strides = lengths((offset,)), lengths(shape), lengths(strides)
+    item, count = ITEM_SIZES[dtype], prod(shape)  # a storage of bytes alone has no elements
+    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    lies = storage.stretch
+    if count and (offset + reach) * item > lies.size:
+        raise Corrupt(f"reading {lies}: a tensor is larger than its storage")
+    if count * item > lies.size:
+        raise Unsupported(f"reading {lies}: a tensor's elements share memory. Clone it, and save")
+    if torch.empty_strided(shape, strides, device="meta").is_contiguous():
+        own = lies.part(offset * item if count else 0, count * item)
+        return Found.whole(dtype, shape, own)
+    return Found.whole(dtype, shape, _Strided(lies, dtype, offset, shape, strides))
 
 
-def _subclass(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+@dataclass(frozen=True, slots=True)
+class _Strided:
+    """The `Blocks` of elements that do not lie in order."""
+
+    stretch: Stretch
+    dtype: str
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    def __call__(self) -> Iterator[memoryview]:
+        flat = torch.frombuffer(bytearray(self.stretch.read()), dtype=torch.uint8)
+        item = ITEM_SIZES[self.dtype]
+        elements = flat[: flat.numel() // item * item].view(getattr(torch, self.dtype))
+        chosen = elements.as_strided(self.shape, self.strides, self.offset)
+        view: memoryview = bytes_of(chosen).numpy().data
+        yield from (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))
+
+
+def _subclass(items: Any, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     if isinstance(function, Inert) and _MAKERS.get(function.kind) is _tensor:
-        return _tensor(*arguments)
+        return _tensor(items, *arguments)
     return Inert("torch.Tensor", (function, kind, arguments))
 
 
@@ -241,15 +283,6 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     return text.encode(encoding)
 
 
-def _bytes(made: Callable[[Any], Any], *given: Any) -> Any:
-    """Never of a number, which says how many to take."""
-    if not given:
-        return made(b"")
-    if type(given[0]) not in (bytes, bytearray, str, list):
-        raise TypeError("bytes of something else")
-    return made(given[0].encode("latin1") if type(given[0]) is str else given[0])
-
-
 _DTYPES = {f"torch.{name}": getattr(torch, name) for name in ITEM_SIZES}
 STORAGES: dict[str, Any] = {
     dtype_name(dtype): getattr(torch, kind)
@@ -261,17 +294,15 @@ _STORAGES = {kind.__name__: dtype for dtype, kind in STORAGES.items()}
 _MAKERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": lambda *a: _tensor(*a[:6], *a[7:], dtype=dtype_of(a[6])),
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+    "torch._utils._rebuild_tensor_v3": lambda *a: _tensor(*a[:7], *a[8:], dtype=dtype_of(a[7])),
+    "torch._utils._rebuild_parameter": lambda items, data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda items, data, *_: data,
     "torch._tensor._rebuild_from_type_v2": _subclass,
-    "torch.device": torch.device,
-    "_codecs.encode": _encode,
-    "builtins.bytes": lambda *a: _bytes(bytes, *a),
-    "builtins.bytearray": lambda *a: _bytes(bytearray, *a),
-    "builtins.complex": complex,
-}
-_CONTAINERS: dict[str, Callable[..., Any]] = {
+    "torch.device": lambda items, *a: torch.device(*a),
+    "_codecs.encode": lambda items, *a: _encode(*a),
+    "builtins.bytes": lambda items: b"",
+    "builtins.bytearray": lambda items, x="", *_: bytearray(x if type(x) is bytes else _encode(x)),
+    "builtins.complex": lambda items, *a: complex(*a),
     "builtins.dict": dict,
     "collections.OrderedDict": lambda *a: OrderedDict(_all(*a)),
     "collections.Counter": lambda items, own: Counter(own | dict(items)),
@@ -288,10 +319,8 @@ def _made(said: Inert) -> Any:
     """What that is, if it is of a known kind; of numpy's arrays and scalars numbers and texts."""
     if said.args is None:
         return _DTYPES.get(said.kind, said)
-    if make := _CONTAINERS.get(said.kind):
-        return make(said.items, *said.args)
     if make := _MAKERS.get(said.kind):
-        return make(*said.args)
+        return make(said.items, *said.args)
     order: Any = "C"
     match said.kind:
         case "numpy.core.multiarray._reconstruct":

@@ -46,9 +46,7 @@ def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
 
 def is_any(path: Path) -> bool:
     """Whether it is such a file, or a folder of Hugging Face's with such ones."""
-    if path.is_file():
-        return path.suffix == ".safetensors"
-    return any(path.glob(INDEX)) or any(path.glob("*.safetensors"))
+    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors*"))
 
 
 def read_weights(path: Path) -> dict[str, Found]:
@@ -62,49 +60,37 @@ def read_weights(path: Path) -> dict[str, Found]:
             f"reading {path}: it has {len(indices)} indices and {len(files)} safetensors files. "
             f"Name the file that is meant"
         )
-    return _read_shards(path, indices[0]) if indices else read_file(files[0])
-
-
-def _read_shards(folder: Path, index: Path) -> dict[str, Found]:
-    shards: dict[str, list[str]] = {}
-    for name, file in json.loads(regular(index).read_bytes())["weight_map"].items():
-        shards.setdefault(file, []).append(name)
-    found: dict[str, Found] = {}
-    for file, names in shards.items():
-        shard = read_file(named(folder, file, index))
-        if absent := sorted(set(names) - shard.keys()):
-            raise Corrupt(f"reading {folder / file}: it has no {absent[0]!r:.200}")
-        found |= {name: shard[name] for name in names}
-    return found
+    if not indices:
+        return read_file(files[0])
+    told = json.loads(regular(indices[0]).read_bytes())["weight_map"]
+    shards = {file: read_file(named(path, file, indices[0])) for file in set(told.values())}
+    return {name: shards[file][name] for name, file in told.items()}
 
 
 def read_file(path: Path) -> dict[str, Found]:
     """The tensors of a file, whose bytes are read later. Raises Corrupt, Unsupported, and what
     nonsense comes to (tensors.reading)."""
-    size = regular(path).stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER_BYTES_MAX):
-            raise Corrupt(f"reading {path}: a header of {length} bytes in a file of {size}")
-        text = file.read(length)
-    rows = json.loads(text, object_pairs_hook=_pairs)
+    lies = Stretch(path, 0, regular(path).stat().st_size)
+    length = int.from_bytes(lies.part(0, 8).read(), "little")
+    if length > HEADER_BYTES_MAX:
+        raise Corrupt(f"reading {path}: a header of {length} bytes in a file of {lies.size}")
+    rows = json.loads(lies.part(8, length).read(), object_pairs_hook=_pairs)
     said = rows.pop("__metadata__", None) or ()
     if "DCP_SHARDING_INFO" in said and path.name.startswith("shard-"):
         raise Unsupported(
             f"reading {path}: it has one rank's shards. torch makes whole files of all of them: "
             f"consolidate_safetensors_files()"
         )
-    return {name: _found(path, name, row, 8 + length, size) for name, row in rows.items()}
-
-
-def _found(path: Path, name: str, row: Any, start: int, size: int) -> Found:
-    kind, shape, (begin, end) = row["dtype"], lengths(row["shape"]), lengths(row["data_offsets"])
-    if kind not in _DTYPES:
-        raise Unsupported(f"reading {path}: {name!r:.200} is of dtype {kind!r:.80}")
-    if ITEM_SIZES[_DTYPES[kind]] * prod(shape) != end - begin or start + end > size:
-        raise ValueError(f"{name!r} of shape {shape} in bytes {begin} to {end} of {size}")
-    stretch = Stretch(path, start + begin, end - begin)
-    return Found.whole(_DTYPES[kind], shape, stretch)
+    data, found = lies.part(8 + length, lies.size - 8 - length), dict[str, Found]()
+    for name, row in rows.items():
+        kind, shape = row["dtype"], lengths(row["shape"])
+        start, end = lengths(row["data_offsets"])
+        if kind not in _DTYPES:
+            raise Unsupported(f"reading {path}: {name!r:.200} is of dtype {kind!r:.80}")
+        found[name] = Found.whole(_DTYPES[kind], shape, data.part(start, end - start))
+        if found[name].size != end - start:
+            raise ValueError(f"{name!r} of shape {shape} in bytes {start} to {end}")
+    return found
 
 
 def _pairs(rows: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.errors import Corrupt, Missing, Unavailable, Unsupported
+from everstep.errors import Corrupt, Missing
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.objects import Foreign, Json, as_stored
+from everstep.tiers.files import telling
 
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
@@ -33,11 +34,8 @@ Blocks = Callable[[], Iterator[memoryview]]
 @contextmanager
 def reading(where: object) -> Iterator[None]:
     """Raises Corrupt where what is read within makes no sense, Unavailable."""
-    try:
-        with as_stored(f"reading {where}"):
-            yield
-    except OSError as error:
-        raise Unavailable(f"reading {where}: {error.strerror or error}") from error
+    with telling("reading", where), as_stored(f"reading {where}"):
+        yield
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +46,13 @@ class Stretch:
     offset: int
     size: int
 
+    def __str__(self) -> str:
+        return f"{self.path} at byte {self.offset}" if self.offset else str(self.path)
+
     def part(self, start: int, size: int) -> "Stretch":
-        """So many of them, from `start` on."""
-        assert 0 <= start <= start + size <= self.size
+        """So many of them, from `start` on. Raises ValueError where they are not there."""
+        if not 0 <= start <= start + size <= self.size:
+            raise ValueError(f"{size} bytes from {start} on, of {self.size}")
         return Stretch(self.path, self.offset + start, size)
 
     def __call__(self) -> Iterator[memoryview]:
@@ -128,11 +130,8 @@ class Found(Foreign):
     def flat(self, shape: tuple[int, ...], start: int, at: int, count: int) -> list[Part]:
         """Of a row of numbers those from `at` on: the row-major elements from `start` on of a
         tensor of that shape. Raises ValueError where they are not there."""
-        lies = self.parts[0].blocks
-        if not isinstance(lies, Stretch) or len(self.shape) != 1 or at < 0 or count < 0:
-            raise ValueError("a partition that is no row of numbers")
-        if at + count > self.shape[0] or start + count > prod(shape):
-            raise ValueError("a partition that is too short")
+        start, at, count = lengths((start, at, count))
+        lies: Any = self.parts[0].blocks
         item, parts = ITEM_SIZES[self.dtype], []
         for box in flat_boxes(shape, start, start + count):
             parts.append(Part(box, lies.part(at * item, box.count * item)))
@@ -151,51 +150,3 @@ class Found(Foreign):
             return False
         pairs = zip(self.parts, other.parts, strict=True)
         return all(a == b for one, two in pairs for a, b in zip_longest(one.blocks(), two.blocks()))
-
-
-class Storage(NamedTuple):
-    """What tensors are views of. `dtype`: None where it is bytes."""
-
-    stretch: Stretch
-    dtype: str | None
-
-
-def view_of(storage: Any, offset: Any, shape: Any, strides: Any, dtype: str | None = None) -> Found:
-    """A tensor as torch pickles it: elements of a storage. `dtype`: None: the storage's. Raises
-    Corrupt where they are not in it; Unsupported where they are more than it has."""
-    dtype = dtype or storage.dtype
-    if not isinstance(storage, Storage) or dtype is None:
-        raise TypeError("a tensor without elements")
-    (offset,), shape, strides = lengths((offset,)), lengths(shape), lengths(strides)
-    item, count = ITEM_SIZES[dtype], prod(shape)
-    reach = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
-    lies = storage.stretch
-    if count and (offset + reach) * item > lies.size:
-        raise Corrupt(f"reading {lies.path}: a tensor is larger than its storage")
-    if count * item > lies.size:
-        raise Unsupported(
-            f"reading {lies.path}: a tensor's elements share memory. Clone it, and save"
-        )
-    if torch.empty_strided(shape, strides, device="meta").is_contiguous():
-        own = lies.part(offset * item if count else 0, count * item)
-        return Found.whole(dtype, shape, own)
-    return Found.whole(dtype, shape, _Strided(lies, dtype, offset, shape, strides))
-
-
-@dataclass(frozen=True, slots=True)
-class _Strided:
-    """The `Blocks` of elements that do not lie in order."""
-
-    stretch: Stretch
-    dtype: str
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    def __call__(self) -> Iterator[memoryview]:
-        flat = torch.frombuffer(bytearray(self.stretch.read()), dtype=torch.uint8)
-        item = ITEM_SIZES[self.dtype]
-        elements = flat[: flat.numel() // item * item].view(getattr(torch, self.dtype))
-        chosen = elements.as_strided(self.shape, self.strides, self.offset)
-        view: memoryview = bytes_of(chosen).numpy().data
-        yield from (view[at : at + BLOCK_BYTES] for at in range(0, len(view), BLOCK_BYTES))

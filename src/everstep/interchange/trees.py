@@ -1,7 +1,7 @@
 """A tree of state dicts, as people save it, and the parts of a checkpoint in it."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -91,7 +91,8 @@ def draft_of(saved: Saved, where: object, kind: str, options: Options) -> Draft:
         elif isinstance(each, ByRank):
             draft.add_by_rank(name, each)
         elif name not in models:
-            draft.add_object(name, taken(each) if name == RNG else each)
+            is_ours = name == RNG and isinstance(each, dict) and {"python", "torch"} <= each.keys()
+            draft.add_object(name, each | global_generators(each) if is_ours else each)
     draft.find_ties()
     return draft
 
@@ -104,7 +105,11 @@ def _add_optimizer(
     orders: Sequence[Sequence[str]] | None,
 ) -> None:
     """One of these models' optimizers. Raises Unsupported where none fits."""
-    what, state = f"importing {name!r} of {draft.where}", with_numbers(state)
+    what = f"importing {name!r} of {draft.where}"
+    known = {each for group in state["param_groups"] for each in group["params"]}
+    rows = state["state"].items()  # whose numbers DCP has made texts
+    own = {int(k) if k not in known and _NUMBER.fullmatch(str(k)) else k: v for k, v in rows}
+    state = {**state, "state": own}
     errors, twins = [], draft.twins()
     for model, but in product(models, [{}, twins] if twins else [{}]):
         try:
@@ -203,12 +208,7 @@ def numbered(name: str, found: Sequence[Any]) -> dict[str, Any]:
     return {name if len(found) == 1 else f"{name}.{n}": each for n, each in enumerate(found)}
 
 
-# ---- which parameter each number in an optimizer's state_dict is ---------------------------------
-#
-# Told by the source (`param_names`, names in place of numbers), or by the user (`--names`), or by
-# how people make groups: all of model.parameters() in their order; matrices first, then the rest;
-# what decays first, then biases and norms, as transformers' Trainer has it. What a rule comes to is
-# taken where the shape of all state fits, and no other rule fits in another way.
+# ---- which parameter each number in an optimizer's state_dict is: docs/interchange.md ------------
 
 
 def find_names(
@@ -226,7 +226,7 @@ def find_names(
     elif given is not None:
         found = [list(names) for names in given]
     else:
-        found = _by_rules(state, keys, shapes)
+        found = _by_rules(state, shapes)
     fitting = [
         names
         for names in found
@@ -240,16 +240,6 @@ def find_names(
     return dict(zip(keys, fitting[0], strict=True))
 
 
-def with_numbers(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state_dict whose numbers DCP has made texts, as it was."""
-    known = {each for group in state["param_groups"] for each in group["params"]}
-    own = {
-        int(key) if key not in known and _NUMBER.fullmatch(str(key)) else key: each
-        for key, each in state["state"].items()
-    }
-    return {**state, "state": own}
-
-
 def _known(name: str, shapes: Shapes, what: str) -> str:
     """A weight by what an optimizer calls it."""
     for each in (name, name.removeprefix("module.")):
@@ -258,22 +248,19 @@ def _known(name: str, shapes: Shapes, what: str) -> str:
     raise Unsupported(f"{what}: it has state of {name!r}, which is no weight of the model")
 
 
-def _by_rules(state: Mapping[str, Any], keys: Sequence[Any], shapes: Shapes) -> list[list[str]]:
+def _by_rules(state: Mapping[str, Any], shapes: Shapes) -> list[list[str]]:
     """None of them where nothing can be compared."""
     own = state["state"].values()
     if not any(key in each for each in own for key in _ELEMENTWISE):
         return []
     parameters = [name for name in shapes if not _BUFFERS.search(name)]
     counts = [len(group["params"]) for group in state["param_groups"]]
-    found = []
-    for groups in (
-        [parameters],
-        _divided(parameters, lambda name: len(shapes[name]) > 1),
-        _divided(parameters, lambda name: not _NO_DECAY.search(name)),
-    ):
-        is_alike = len(groups) == 1 or [len(each) for each in groups] == counts
-        if is_alike and sum(map(len, groups)) == len(keys):
-            found.append([name for group in groups for name in group])
+    vectors = {name: len(shapes[name]) < 2 for name in parameters}
+    without_decay = {name: bool(_NO_DECAY.search(name)) for name in parameters}
+    found = [parameters]
+    for is_later in (vectors, without_decay):
+        if counts == [len(parameters) - sum(is_later.values()), sum(is_later.values())]:
+            found.append(sorted(parameters, key=is_later.__getitem__))
     return found
 
 
@@ -285,10 +272,6 @@ def _fits(state: Mapping[str, Any], names: Mapping[Any, str], shapes: Shapes) ->
             if any(each.shape != shapes.get(names[key]) for each in tensors):
                 return False
     return all(name in shapes for name in names.values())
-
-
-def _divided(names: Sequence[str], is_first: Callable[[str], bool]) -> list[list[str]]:
-    return [[n for n in names if is_first(n)], [n for n in names if not is_first(n)]]
 
 
 # ---- the global random generators ----------------------------------------------------------------
@@ -310,13 +293,6 @@ def global_generators(
     elif cuda is not None:
         found |= {"cuda": [cuda], "cuda_current": 0}
     return found
-
-
-def taken(said: Any) -> Any:
-    """What everstep has of what `plain` made."""
-    if not isinstance(said, dict) or not {"python", "torch"} <= said.keys():
-        return said
-    return said | global_generators(said)
 
 
 def plain(said: Any) -> Any:

@@ -14,10 +14,9 @@ import xxhash
 from everstep.errors import Conflict, Corrupt
 from everstep.format.document import digest_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
-from everstep.format.packs import CHUNK_BYTES, Piece, Spec, lay_out
+from everstep.format.packs import CHUNK_BYTES, Spec, lay_out
 from everstep.format.tables import FileLink, encode_table, seal_table
 from everstep.interchange.draft import Draft
-from everstep.interchange.tensors import Blocks
 from everstep.keeper.data import blocks_of
 from everstep.keeper.home import check_no_writer
 from everstep.sharding.topology import topology
@@ -97,25 +96,23 @@ def _written(
     """Write the packs, durably, and have those that are borrowed; the parts and their tables.
     `links`: gets each file that is written."""
     packs, token = _Packs(draft, progress), secrets.token_hex(4)
+    aligned = iter(lambda: memoryview(mmap.mmap(-1, EXTENT_BYTES)), None)  # for direct writes
     for number, pack in enumerate(packs.layout.packs):
         link = FileLink(names.pack_path(name, token, number), pack.size)
-        disk.stream(link.path, blocks_of(packs.pieces(number), _buffers()), pack.size)
+        disk.stream(link.path, blocks_of(packs.pieces(number), aligned), pack.size)
         links.append(link)
     shared = list[FileLink]()
-    for each in draft.borrowed:
-        shared += Copier(each.tier, disk, are_shared=True).bring_packs(each.part)
+    tables = [encode_table(packs.layout, draft.aliases, {}, draft.optimizers)]
+    made = Part(0, commit.table_link(tables[0]), tuple(links), tuple(packs.digests), name.step)
+    parts = [made]
+    for number, (tier, part, table) in enumerate(draft.borrowed, 1):
+        shared += Copier(tier, disk, are_shared=True).bring_packs(part)
+        tables.append(seal_table(table))
+        link = commit.table_link(tables[-1])
+        parts.append(replace(part, rank=number, table=link, steps=name.step))
     disk.sync_entries([link.path for link in shared])
     draft.bytes_shared = sum(link.size for link in shared)
-    own = encode_table(packs.layout, draft.aliases, {}, draft.optimizers)
-    made = Part(0, commit.table_link(own), tuple(links), tuple(packs.digests), name.step)
-    tables = [own, *(seal_table(each.table) for each in draft.borrowed)]
-    parts = tuple(
-        replace(part, rank=number, table=commit.table_link(table), steps=name.step)
-        for number, (part, table) in enumerate(
-            zip((made, *(each.part for each in draft.borrowed)), tables, strict=True)
-        )
-    )
-    return parts, tables
+    return tuple(parts), tables
 
 
 class _Packs:
@@ -140,35 +137,25 @@ class _Packs:
         at = pack.header
         rows = zip(self.layout.pieces, self._rows, strict=True)
         own = (row for row in rows if row[0].pack == number)
-        for piece, row in sorted(own, key=lambda row: (row[0].offset, row[0].size)):
+        for piece, (spec, blocks) in sorted(own, key=lambda row: (row[0].offset, row[0].size)):
             yield bytes(piece.offset - at)
-            yield from self._piece(piece, *row)
+            digest, done = xxhash.xxh3_128(), 0
+            for block in blocks():
+                view = block
+                while view:
+                    share = view[: CHUNK_BYTES - done % CHUNK_BYTES]
+                    digest.update(share)
+                    view, done = view[len(share) :], done + len(share)
+                    if done % CHUNK_BYTES == 0 or done == piece.size:
+                        self.digests[piece.digest + (done - 1) // CHUNK_BYTES] = digest.hexdigest()
+                        digest.reset()
+                self._done += len(block)
+                self._progress(self._done, self._total)
+                yield block
+            if done != piece.size:
+                where = self._draft.where
+                raise Corrupt(f"reading {where}: {spec.name!r} has other than {piece.size} bytes")
+            if not done:
+                self.digests[piece.digest] = digest.hexdigest()
             at = piece.offset + piece.size
         yield bytes(pack.size - at)
-
-    def _piece(self, piece: Piece, spec: Spec, blocks: Blocks) -> Iterator[memoryview]:
-        digest, done = xxhash.xxh3_128(), 0
-        for block in blocks():
-            view = block
-            while view:
-                share = view[: CHUNK_BYTES - done % CHUNK_BYTES]
-                digest.update(share)
-                view, done = view[len(share) :], done + len(share)
-                if done % CHUNK_BYTES == 0 or done == piece.size:
-                    self.digests[piece.digest + (done - 1) // CHUNK_BYTES] = digest.hexdigest()
-                    digest.reset()
-            self._done += len(block)
-            self._progress(self._done, self._total)
-            yield block
-        if done != piece.size:
-            raise Corrupt(
-                f"reading {self._draft.where}: {spec.name!r} has other than {piece.size} bytes"
-            )
-        if not done:
-            self.digests[piece.digest] = digest.hexdigest()
-
-
-def _buffers() -> Iterator[memoryview]:
-    """Page-aligned, for direct writes."""
-    while True:
-        yield memoryview(mmap.mmap(-1, EXTENT_BYTES))

@@ -58,6 +58,9 @@ class OtherBytes(Corrupt):
             f"base, and use strategy='full'"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:  # as ranks of DCP tell each other of it
+        return Corrupt, self.args
+
 
 @dataclass(slots=True)
 class Comparison:
