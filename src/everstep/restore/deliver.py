@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -81,31 +81,6 @@ class Delivery:
             self.items[here].copy_(source, non_blocking=True)
 
 
-@dataclass(slots=True)
-class Staging:
-    """Contiguous memory in place of tensors into which no bytes can be copied: of conjugated ones,
-    and of those whose elements share memory. For all parts that bring their elements, then put."""
-
-    _staged: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-
-    def delivery(self, destination: LocalBox) -> Delivery:
-        """Into the destination itself, where bytes can be copied to it."""
-        tensor = destination.tensor
-        if not (tensor.is_conj() or tensor.is_neg() or has_overlaps(tensor)):
-            return Delivery.to(destination)
-        contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._staged.append((tensor.detach(), contiguous))
-        return Delivery.to(LocalBox(destination.box, contiguous))
-
-    def finish(self) -> None:
-        """All bytes have come: put them into their tensors. Raises Mismatch."""
-        for tensor, contiguous in self._staged:
-            put(tensor, contiguous)
-        for device in devices_of(tensor for tensor, _ in self._staged):
-            # whoever uses them may do so on another stream
-            torch.cuda.current_stream(device).synchronize()
-
-
 def as_items(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as numbers of the same size: torch cannot copy all dtypes, and numpy does not
     know them all."""
@@ -152,20 +127,17 @@ def put(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Write into any tensor: with gaps, of inference mode, or one whose elements share memory
     (expand): then they must agree. Else raises Mismatch."""
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        _put_strided(tensor.detach(), values)
-
-
-def _put_strided(tensor: torch.Tensor, contiguous: torch.Tensor) -> None:
-    for dim, stride in enumerate(tensor.stride()):
-        if stride == 0 and tensor.shape[dim] > 1:
-            first = contiguous.narrow(dim, 0, 1)
-            if not torch.equal(bytes_of(first.expand_as(contiguous)), bytes_of(contiguous)):
-                raise Mismatch(
-                    f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
-                    f"elements share memory along dim {dim}, but those in the checkpoint differ"
-                )
-            tensor, contiguous = tensor.narrow(dim, 0, 1), first
-    tensor.copy_(contiguous)
+        tensor = tensor.detach()
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0 and tensor.shape[dim] > 1:
+                first = values.narrow(dim, 0, 1)
+                if not torch.equal(bytes_of(first.expand_as(values)), bytes_of(values)):
+                    raise Mismatch(
+                        f"restoring into an expanded tensor of shape {list(tensor.shape)}: its "
+                        f"elements share memory along dim {dim}, but those in the checkpoint differ"
+                    )
+                tensor, values = tensor.narrow(dim, 0, 1), first
+        tensor.copy_(values)
 
 
 def empty(entry: TensorEntry, device: torch.device | str = "cpu") -> torch.Tensor:

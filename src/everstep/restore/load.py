@@ -31,7 +31,7 @@ from everstep.format.manifest import Part, check_table
 from everstep.format.packs import CHUNK_BYTES, PAGE_BYTES
 from everstep.format.tables import Table, TensorEntry
 from everstep.keeper.arena import Arena
-from everstep.restore.deliver import Delivery, Staging, address, devices_of, put
+from everstep.restore.deliver import Delivery, address, devices_of, has_overlaps, put
 from everstep.restore.plan import Chunks, Span, Target, plan
 from everstep.sharding.layout import LocalBox
 from everstep.store import catalog
@@ -315,14 +315,29 @@ def fill(
 ) -> None:
     """Read each tensor as the last of the versions has it; blocks. Raises Corrupt, Unavailable,
     and Mismatch where elements share memory that were different."""
-    staging = Staging()
-    left = {name: list(map(staging.delivery, found)) for name, (_, found) in wanted.items()}
+    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def delivery(destination: LocalBox) -> Delivery:
+        """Bytes go into the destination itself; where they cannot, as it is conjugated or its
+        elements share memory, contiguous memory gets them, which is put there at the end."""
+        tensor = destination.tensor
+        if not (tensor.is_conj() or tensor.is_neg() or has_overlaps(tensor)):
+            return Delivery.to(destination)
+        contiguous = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        staged.append((tensor.detach(), contiguous))
+        return Delivery.to(LocalBox(destination.box, contiguous))
+
+    left = {name: list(map(delivery, found)) for name, (_, found) in wanted.items()}
     for version in reversed(versions):
         names = {name for _, table in version for name in left.keys() & table.tensors.keys()}
         here = {name: left.pop(name) for name in names}
         for part, table in version:
             loader.load(candidate, part, table, here)
-    staging.finish()
+    for tensor, contiguous in staged:
+        put(tensor, contiguous)
+    for device in devices_of(tensor for tensor, _ in staged):
+        # whoever uses them may do so on another stream
+        torch.cuda.current_stream(device).synchronize()
 
 
 def gathered(rows: Iterable[tuple[TensorEntry, LocalBox]]) -> Wanted:
