@@ -44,23 +44,6 @@ class Saved:
         return name in manifest.objects or any(name in own for own in manifest.ranks)
 
 
-@dataclass(frozen=True, slots=True)
-class _Adapted:
-    """An object that a rule of the user's makes of those of other ranks."""
-
-    values: list[Any]
-    index: int
-    count: int
-    adapt: Adapt
-
-
-_ABSENT: Any = object()
-
-
-def _alone(name: str) -> None:
-    """Nothing that a new tensor of this name could be laid out as."""
-
-
 @dataclass(slots=True)
 class Placement:
     """Collects destinations, problems and final actions from all parts of the state.
@@ -163,20 +146,22 @@ class Placement:
         self,
         name: str,
         live: Mapping[str, torch.Tensor] | None = None,
-        like: Callable[[str], torch.Tensor | None] = _alone,
+        like: Callable[[str], torch.Tensor | None] | None = None,
         check: Callable[[Any], None] = lambda value: None,
     ) -> Callable[[], Any] | None:
         """What gives the object of this name when all tensors have arrived; None, and a problem,
         where there is none. Its tensors are those in `live`, where they are, else new ones that lie
         as what `like` gives for their name. `check` raises where the object, whose tensors are
         still empty, is none of its kind; one that is made of several is not looked at."""
-        if (value := self._object(name)) is _ABSENT:
+        stored, adapt = self._object(name)
+        if not stored:
             self.problems.append(f"missing: the checkpoint has no {name!r}")
             return None
-        if isinstance(value, _Adapted):
-            values = [self.decode(each) for each in value.values]
-            return lambda: value.adapt(values, value.index, value.count)
-        decoded = self.decode(value, live, like)
+        if adapt is not None:
+            share = self.shares.get(name, self.default_share)
+            values = [self.decode(each) for each in stored]
+            return lambda: adapt(values, share.index, share.count)
+        decoded = self.decode(stored[0], live, like)
         with as_stored(f"restoring {name!r}"):
             check(decoded)
         return lambda: decoded
@@ -184,8 +169,8 @@ class Placement:
     def stored(self, name: str) -> Any:
         """The tagged JSON of an object as this rank gets it; None where there is none, or where it
         is made of several."""
-        value = self._object(name)
-        return None if value is _ABSENT or isinstance(value, _Adapted) else value
+        values, adapt = self._object(name)
+        return values[0] if values and adapt is None else None
 
     def seed(self, name: str) -> int | None:
         """For a generator that was saved by another number of ranks: what it begins with."""
@@ -205,36 +190,39 @@ class Placement:
         )
         return seed_of(values, share.index, share.count)
 
-    def _object(self, name: str) -> Any:
+    def _object(self, name: str) -> tuple[list[Any], Adapt | None]:
+        """The value of this name; none where there is none; or those of all ranks, and the user's
+        rule that makes one of them."""
         share = self.shares.get(name, self.default_share)
         values = values_by_index(self.saved.manifest.ranks, name)
         if not values:
-            return self.saved.manifest.objects.get(name, _ABSENT)
+            objects = self.saved.manifest.objects
+            return ([objects[name]] if name in objects else []), None
         if len(values) == share.count:
-            return values[share.index]
+            return [values[share.index]], None
         if share.rule == "replicate":
-            return values[share.index % len(values)]
+            return [values[share.index % len(values)]], None
         if callable(share.rule):
-            return _Adapted(values, share.index, share.count, share.rule)
+            return values, share.rule
         self.problems.append(
             f"ranks: {name!r} was saved by {len(values)} ranks for each alone, here are "
             f"{share.count}. Say what becomes of it: by_rank={{{name!r}: 'replicate'}}, or a "
             f"function of (values, rank, ranks)"
         )
-        return values[0]
+        return values[:1], None
 
     def decode(
         self,
         value: Any,
         live: Mapping[str, torch.Tensor] | None = None,
-        like: Callable[[str], torch.Tensor | None] = _alone,
+        like: Callable[[str], torch.Tensor | None] | None = None,
     ) -> Any:
         """Tagged JSON to an object. Its tensors are those in `live`, where they are, else new ones,
         as `like` says, filled before `finish`."""
         known = live or {}
 
         def tensor(name: str, device: str) -> torch.Tensor:
-            return known[name] if name in known else self.new(name, device, like(name))
+            return known[name] if name in known else self.new(name, device, like and like(name))
 
         return decode(value, tensor)
 
