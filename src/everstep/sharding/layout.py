@@ -86,20 +86,6 @@ class ShardingSpec:
                 found[dim % ndim].append(Split(count, index, blocks))
         return tuple(map(tuple, found))
 
-    def to_json(self) -> list[Any]:
-        """For other ranks."""
-        return [self.ranks, self.shape, self.axes]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Any]) -> "ShardingSpec":
-        """Of another rank."""
-        ranks, shape, axes = value
-        return cls(
-            tuple(ranks),
-            tuple(shape),
-            tuple(None if axis is None else tuple(axis) for axis in axes),
-        )
-
 
 def is_dtensor(tensor: object) -> "TypeGuard[DTensor]":
     """Whether it is one. Fast, where it is not."""

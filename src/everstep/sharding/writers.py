@@ -243,13 +243,17 @@ def shapes_of(leaves: Iterable[Leaf], mapped: Mapped) -> dict[str, Shape]:
 def _to_json(spread: Holding) -> Any:
     if isinstance(spread, tuple):
         return {"boxes": [(box.offsets, box.lengths) for box in spread]}
-    return spread and spread.to_json()
+    return spread and [spread.ranks, spread.shape, spread.axes]
 
 
 def _from_json(value: Any) -> Holding:
     if isinstance(value, dict):
         return tuple(Box(tuple(at), tuple(lengths)) for at, lengths in value["boxes"])
-    return value and ShardingSpec.from_json(value)
+    if value is None:
+        return None
+    ranks, shape, axes = value
+    axes = tuple(axis and tuple(axis) for axis in axes)
+    return ShardingSpec(tuple(ranks), tuple(shape), axes)
 
 
 def _splits(spread: ShardingSpec | None, rank: int, ndim: int) -> Any:
