@@ -52,14 +52,9 @@ Local = tuple[tuple[int, ...], list[LocalBox]]
 """The global shape of a tensor, and the boxes of it that are here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """One mesh axis' share of a tensor's dim: part number `index` of `count`, of each of `blocks`
-    (0: of all, and after all other splits)."""
-
-    count: int
-    index: int
-    blocks: int = 1
+Split = tuple[int, int, int]
+"""One mesh axis' share of a tensor's dim, (count, index, blocks): it is part number `index` of
+`count`, of each of `blocks` (0: of all, and after all other splits)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +78,7 @@ class ShardingSpec:
             index, at = divmod(at, step)
             if axis is not None:
                 dim, blocks = axis
-                found[dim % ndim].append(Split(count, index, blocks))
+                found[dim % ndim].append((count, index, blocks))
         return tuple(map(tuple, found))
 
 
@@ -217,18 +212,17 @@ def _blocks(dim: int, factor: int, later: "Sequence[Placement]", mesh_shape: Seq
 
 def _split_all(length: int, splits: Sequence[Split]) -> list[_Interval]:
     found = [(0, length)]
-    plain = [split for split in splits if split.blocks]
-    late = [split for split in splits if not split.blocks]
-    for split in (*plain, *late):
+    plain_first = sorted(splits, key=lambda split: split[2] == 0)
+    for count, index, blocks in plain_first:
         total = sum(size for _, size in found)
-        step = -(-total // max(1, split.blocks))
+        step = -(-total // max(1, blocks))
         parts: list[_Interval] = []
         for start in range(0, total, step) if total else ():
             end = min(total, start + step)
-            share = -(-(end - start) // split.count)
-            first = min(end, start + split.index * share)
+            share = -(-(end - start) // count)
+            first = min(end, start + index * share)
             parts += _take(found, first, min(end, first + share))
-        found = parts if split.count > 1 else found
+        found = parts if count > 1 else found
     return found
 
 
