@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import cache
 from operator import itemgetter
 from typing import Any
 
@@ -210,7 +211,8 @@ class Devices:
     """The side streams of the CUDA devices, and the pinning of arenas."""
 
     def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self.stream = cache(torch.cuda.Stream)
+        """It gives the side stream of a device. For the copying thread only."""
         self._used: dict[torch.device, None] = {}
         self._pinned: dict[int, tuple[Arena, torch.device | None]] = {}
 
@@ -249,12 +251,6 @@ class Devices:
         for device in list(self._used):
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(device)
-
-    def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The side stream of a device. For the copying thread only."""
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 def _error_of(device: torch.device, call: Callable[..., Any], *arguments: int) -> int:

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -68,7 +69,8 @@ class Layerwise:
         self._pool, self._devices = pool, devices
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "everstep-layers")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream = cache(torch.cuda.Stream)
+        """It gives the side stream of a device."""
         self._hooks: dict[torch.Tensor, RemovableHandle] = {}
         self._keys: dict[torch.Tensor, tuple[str, int]] = {}
         """Of parameters whose gradients the next record has: their entries in it, and bytes."""
@@ -219,11 +221,6 @@ class Layerwise:
         if batch.shares or batch.strided:
             group.copied = self._thread.submit(batch.copy_from_cpu, arena, index)
         self._groups.append(group)
-
-    def _stream(self, device: torch.device) -> torch.cuda.Stream:
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)
-        return self._streams[device]
 
 
 def _is_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -270,7 +271,8 @@ class Overlap:
         """Called before the first update of a step: who reads the state is to be done by then."""
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "everstep-offload")
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream = cache(torch.cuda.Stream)
+        """It gives the side stream of a device."""
         self._shared: Shared | None = None
         """Of the step that is begun."""
         self._arrived: dict[torch.Tensor, torch.Tensor] = {}
@@ -347,11 +349,9 @@ class Overlap:
         self._seen.append(Fingerprint(leaves, follows=True))
         events = []
         for device in {each.device for each in members if each.is_cuda}:
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-            events.append((self._streams[device], event))
+            events.append((self._stream(device), event))
         return self._thread.submit(self._copy, indices, events)
 
     def _copy(
