@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,19 +39,8 @@ _UNUSED = 2
 """References to a slab that nobody uses: of the one who asks, and of getrefcount itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class _United:
-    """What the tables of a record's parts say together. `groups`: see Loaded."""
-
-    tables: Sequence[Table]
-    tensors: Mapping[str, TensorEntry]
-    groups: Mapping[str, Mapping[str, int]]
-
-    @classmethod
-    def of(cls, tables: Sequence[Table]) -> "_United":
-        optimizers = optimizers_of(tables)
-        groups = {name: found["groups"] for name, found in optimizers.items()}
-        return cls(tables, whole_tensors(tables), groups)
+_United = tuple[Sequence[Table], Mapping[str, TensorEntry], Mapping[str, Mapping[str, int]]]
+"""The tables of a record's parts, and what they say together: tensors, and groups (see Loaded)."""
 
 
 class Records:
@@ -125,19 +114,21 @@ class Records:
         return self._load(record, tables)
 
     def _check(self, record: Record, tables: tuple[Table, ...]) -> None:
-        united = self._unite(tables)
+        _, tensors, groups = self._unite(tables)
         for number, call in enumerate(record.calls):
             state = find(record.step, call, self._optimizers)
-            groups = united.groups.get(state.name, {})
+            own = groups.get(state.name, {})
             said = of_rank(call, self._world.rank, self._world.size)
-            check(record.step, f"@{number}", said, groups, state, united.tensors)
+            check(record.step, f"@{number}", said, own, state, tensors)
 
     def _unite(self, tables: Sequence[Table]) -> _United:
         key = tuple(map(id, tables))  # most steps share them
         if key not in self._united:
             if len(self._united) >= _TABLES_MAX and not self._waiting:
                 self._united.clear()
-            self._united[key] = _United.of(tables)
+            optimizers = optimizers_of(tables)
+            groups = {name: found["groups"] for name, found in optimizers.items()}
+            self._united[key] = tables, whole_tensors(tables), groups
         return self._united[key]
 
     def _begin(self, count: int) -> None:
@@ -146,21 +137,21 @@ class Records:
 
     def _load(self, record: Record, tables: Sequence[Table]) -> Loaded:
         """Read and verify one; blocks. Raises Corrupt, Unavailable."""
-        united = self._unite(tables)
+        _, stored, groups = self._unite(tables)
         # The parameters that are of this step, or of a later one, already.
         ahead = {name for name, step in self._since.items() if step >= record.step}
         calls = [of_rank(call, self._world.rank, self._world.size) for call in record.calls]
-        wanted = self._tensors(record, calls, united, ahead)
+        wanted = self._tensors(calls, self._needed(record, stored, ahead))
         left = {name: list(map(Delivery.to, places)) for name, (_, places) in wanted.items()}
         for part, table in zip(record.parts, tables, strict=True):
             self._loader.load(self._candidate, part, table, left)
         tensors = {name: tensor for name, (tensor, _) in wanted.items()}
         is_whole = not ahead or record.step >= self._base_step
         comparison = self.comparison if is_whole else None
-        return Loaded(record.step, tuple(calls), tensors, united.groups, comparison)
+        return Loaded(record.step, tuple(calls), tensors, groups, comparison)
 
     def _tensors(
-        self, record: Record, calls: Sequence[Mapping[str, Any]], united: _United, ahead: Set[str]
+        self, calls: Sequence[Mapping[str, Any]], needed: Iterable[tuple[str, TensorEntry]]
     ) -> dict[str, tuple[torch.Tensor, list[LocalBox]]]:
         """Memory for what is needed of a record, by name, and the boxes that go there: where its
         parameter is, and as much of a gradient as this rank has of it. Of one that is compressed,
@@ -173,7 +164,7 @@ class Records:
         }
         owners: dict[str, torch.Tensor] = {}
         places: list[tuple[str, TensorEntry, torch.device]] = []
-        for name, whole in self._needed(record, united, ahead):
+        for name, whole in needed:
             entry, parameter = whole, name.partition(".")[2]
             owner = self._owners.get(parameter)
             is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
@@ -192,12 +183,12 @@ class Records:
         return found
 
     def _needed(
-        self, record: Record, united: _United, ahead: Set[str]
+        self, record: Record, stored: Mapping[str, TensorEntry], ahead: Set[str]
     ) -> Iterator[tuple[str, TensorEntry]]:
         """The record's own tensors that this rank consumes something of."""
         size = max((len(call.get("ranks", ())) for call in record.calls), default=0)
         rank = self._world.rank
-        for name, whole in united.tensors.items():
+        for name, whole in stored.items():
             head, _, parameter = name.partition(".")
             is_consumed = parameter in self._owners and parameter not in ahead
             if not is_own(name) or (is_gradient(name) and not is_consumed):
