@@ -170,8 +170,11 @@ class Records:
             is_alike = owner is not None and entry.spec.shape == tuple(owner.shape)
             if owner is not None and is_alike and is_gradient(name) and name not in unlike:
                 owners[name] = owner
-                entry = _part_of(entry, owner)
-            places.append((name, entry, _CPU if owner is None else owner.device))
+                if is_dtensor(owner):  # this rank needs as much as it has of the parameter
+                    spec = replace(entry.spec, shape=tuple(local_of(owner).shape))
+                    entry = replace(entry, spec=spec, pieces=(), strides=None)
+            device = torch.device("cpu") if owner is None else owner.device
+            places.append((name, entry, device))
         on_cpu = [(name, entry) for name, entry, device in places if device.type == "cpu"]
         made = self._slabs.tensors(entry for _, entry in on_cpu)
         tensors = {name: tensor for (name, _), tensor in zip(on_cpu, made, strict=True)}
@@ -201,9 +204,6 @@ class Records:
             yield name, whole
 
 
-_CPU = torch.device("cpu")
-
-
 def _steps_of(base: Described) -> dict[str, int]:
     """Where a base is spread: the step of each tensor in it."""
     if not base.manifest.is_spread:
@@ -215,14 +215,6 @@ def _steps_of(base: Described) -> dict[str, int]:
         for name in (entry.spec.name, *entry.aliases)
         if not is_own(name)
     }
-
-
-def _part_of(entry: TensorEntry, parameter: torch.Tensor) -> TensorEntry:
-    """What of a gradient this rank needs: as much as it has of the parameter."""
-    if not is_dtensor(parameter):
-        return entry
-    local = tuple(local_of(parameter).shape)
-    return replace(entry, spec=replace(entry.spec, shape=local), pieces=(), strides=None)
 
 
 def _used_here(loaded: Loaded) -> Loaded:
