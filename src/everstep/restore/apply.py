@@ -83,7 +83,12 @@ class Restore:
             self._check_exact(chain, differing)
             world.together("replaying", partial(self._replay_beside, chain))
             return chain.last.manifest, differing
-        moved = world.gather("comparing devices", chain.moved(_kinds(state)))
+        kinds = {
+            name: parameter.device.type
+            for optimizer in state.optimizers
+            for _, name, parameter, _ in optimizer.parameters()
+        }
+        moved = world.gather("comparing devices", chain.moved(kinds))
         differing = chain.differences(state.layout())
         differing += sorted({text for found in moved for text in found})
         self._check_exact(chain, differing)
@@ -230,8 +235,10 @@ class Restore:
                 for optimizer in state.optimizers:
                     tensors |= {leaf.name: leaf.tensor for leaf in optimizer.tensors()}
                 live = {name: shards_of(each)[1] for name, each in tensors.items()}
-                wanted, brought = _split(rest, names)
-                fill(candidate, chain.versions, _unfilled(wanted, chain, placement), loader)
+                wanted = rest.destinations  # a replay brings what an object refers to, too
+                brought = {name: row for name, row in wanted.items() if is_brought(row[0], names)}
+                others = {name: row for name, row in wanted.items() if name not in brought}
+                fill(candidate, chain.versions, _unfilled(others, chain, placement), loader)
                 fill_from_live(live, brought)
 
             together("reading what came after", place)
@@ -273,14 +280,6 @@ class Restore:
                 )
 
 
-def _split(placement: Placement, names: set[str]) -> tuple[Wanted, Wanted]:
-    """What is wanted that is stored, and what a replay brings (`names`), to which an object refers,
-    too."""
-    wanted = placement.destinations
-    brought = {name: row for name, row in wanted.items() if is_brought(row[0], names)}
-    return {name: row for name, row in wanted.items() if name not in brought}, brought
-
-
 def _unfilled(wanted: Wanted, chain: Chain, placement: Placement) -> Wanted:
     """But for what the base brought, for which `placement` was, and no record has."""
     later = chain.later_names
@@ -307,15 +306,6 @@ def _is_beside(state: State) -> bool:
         for _, _, parameter, _ in optimizer.parameters()
     )
     return any(state.world.gather("comparing parameters", is_apart))
-
-
-def _kinds(state: State) -> dict[str, str]:
-    """On which kind of device the parameters are that are here."""
-    return {
-        name: parameter.device.type
-        for optimizer in state.optimizers
-        for _, name, parameter, _ in optimizer.parameters()
-    }
 
 
 def _is_shared(world: World, placement: Placement) -> bool:
