@@ -155,36 +155,11 @@ class Capture:
             self._frame = id(frame), frame.f_lasti
         self.copied.set()
 
-    def check(self, owner: int | None = None) -> str | None:
+    def check(self, owner: int | None = None, *, is_sure: bool = True) -> str | None:
         """Whether the copy of this owner's tensors, or all of it, is clean; remembers a torn one.
-        When that is copied, in the thread that trains, or is about to update them."""
-        return self._look(owner, is_sure=True)
+        `is_sure`: what is clean stays that: it is copied, and no operation of before is still on.
 
-    def is_checked(self) -> bool:
-        """Whether all of it has been found clean or torn."""
-        return all(owned.checked for owned in self.owned.values())
-
-    def await_check(self) -> str | None:
-        """The same from any thread; blocks until what was going on in the trainer's thread when the
-        copy was made has ended."""
-        self.copied.wait()
-        if threading.get_ident() != self.trainer and not self.is_checked():
-            self._look(None, is_sure=False)  # what is torn is known at once
-            pause, until = _LOOK_S, self._copied_at + OPERATION_S
-            while not self.is_checked() and self._is_in_operation() and time.monotonic() < until:
-                time.sleep(pause)
-                pause = min(2 * pause, _LOOK_MAX_S)
-        return self.check()
-
-    def _is_in_operation(self) -> bool:
-        """Whether the trainer's thread may still be in what it was in when all had been copied."""
-        frame = sys._current_frames().get(self.trainer) if self._frame else None
-        while frame and id(frame) != (self._frame or (0,))[0]:
-            frame = frame.f_back
-        return frame is not None and (id(frame), frame.f_lasti) == self._frame
-
-    def _look(self, owner: int | None, *, is_sure: bool) -> str | None:
-        """A thread that comes after the update had been allowed finds `checked` set and changed
+        A thread that comes after the update had been allowed finds `checked` set and changed
         tensors: that is as it should be, hence the order of the two looks."""
         for index, owned in self.owned.items():
             fingerprints = owned.fingerprints
@@ -198,6 +173,29 @@ class Capture:
                 owned.checked = True
                 owned.fingerprints = ()
         return self.problem
+
+    def is_checked(self) -> bool:
+        """Whether all of it has been found clean or torn."""
+        return all(owned.checked for owned in self.owned.values())
+
+    def await_check(self) -> str | None:
+        """The same from any thread; blocks until what was going on in the trainer's thread when the
+        copy was made has ended."""
+        self.copied.wait()
+        if threading.get_ident() != self.trainer and not self.is_checked():
+            self.check(is_sure=False)  # what is torn is known at once
+            pause, until = _LOOK_S, self._copied_at + OPERATION_S
+            while not self.is_checked() and self._is_in_operation() and time.monotonic() < until:
+                time.sleep(pause)
+                pause = min(2 * pause, _LOOK_MAX_S)
+        return self.check()
+
+    def _is_in_operation(self) -> bool:
+        """Whether the trainer's thread may still be in what it was in when all had been copied."""
+        frame = sys._current_frames().get(self.trainer) if self._frame else None
+        while frame and id(frame) != (self._frame or (0,))[0]:
+            frame = frame.f_back
+        return frame is not None and (id(frame), frame.f_lasti) == self._frame
 
 
 class Copier:
