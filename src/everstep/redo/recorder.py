@@ -242,7 +242,11 @@ class Recorder:
         if call is None or not call.is_open or call.optimizer is not optimizer:
             self.refuse(f"an update of {optimizer.name!r} did not call its closure")
         else:
-            self._close(call)
+            call.is_open = False
+            if drawn := drawn_since(call.generators):
+                before = {place_of(torch.device(key)): state for key, state in drawn.items()}
+                call.said["generators"] = encode(before, "generators", call.sink)
+            call.generators.clear()
         self._turn += 1
         if known := self._fingerprints.get(optimizer.index):
             self._fingerprints[optimizer.index] = known.again(self._turn)
@@ -293,14 +297,6 @@ class Recorder:
             parameters = {name: id(parameter) for _, name, parameter, _ in optimizer.parameters()}
             if not wanted.isdisjoint(parameters):
                 self._copied.update(parameters.values())
-
-    def _close(self, call: Call) -> None:
-        """What the update did beside updating."""
-        call.is_open = False
-        if drawn := drawn_since(call.generators):
-            before = {place_of(torch.device(key)): state for key, state in drawn.items()}
-            call.said["generators"] = encode(before, "generators", call.sink)
-        call.generators.clear()
 
     def _check_held(self, call: Call) -> None:
         """Whether the gradients that it holds are what it consumed."""
