@@ -157,18 +157,15 @@ class Mapped:
         """The boxes of a parameter or buffer; None for one that is the tensor of its name."""
         return self._split[id(tensor)][1] if id(tensor) in self._split else None
 
-    def names(self, name: str, parameter: torch.Tensor) -> list[str]:
-        """The global names of a parameter that is called `name`."""
-        pieces = self.split(parameter)
-        return [name] if pieces is None else list(dict.fromkeys(piece.name for piece in pieces))
-
-    def names_here(self, name: str, parameter: torch.Tensor) -> list[str]:
-        """Those of which there are elements here."""
+    def names(self, name: str, parameter: torch.Tensor, *, only_here: bool = False) -> list[str]:
+        """The global names of a parameter that is called `name`. `only_here`: those of which there
+        are elements here."""
         pieces = self.split(parameter)
         if pieces is None:
             return [name]
-        found = (piece.name for piece in pieces if piece.box.count or 0 in piece.shape)
-        return list(dict.fromkeys(found))
+        if only_here:
+            pieces = tuple(piece for piece in pieces if piece.box.count or 0 in piece.shape)
+        return list(dict.fromkeys(piece.name for piece in pieces))
 
     def pieces(self, parameter: torch.Tensor, tensor: torch.Tensor) -> list[Shard] | None:
         """The boxes of a tensor that has the shape of a parameter (a gradient, a moment), as views;
@@ -201,7 +198,7 @@ class Mapped:
                 f"shapes, or do without layout="
             )
         else:
-            names = self.names_here(name, base)
+            names = self.names(name, base, only_here=True)
             found = [Place(_named(leaf, each, state), each, False, state) for each in names]
         return [place for place in found if has_elements(place.leaf)]
 

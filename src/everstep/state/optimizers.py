@@ -237,7 +237,7 @@ class OptimizerState:
 
     def _state_leaves(self, name: str, parameter: torch.Tensor, guard: Guard) -> list[Leaf]:
         found: list[Leaf] = []
-        state, names = self.state[parameter], self.mapped.names_here(name, parameter)
+        state, names = self.state[parameter], self.mapped.names(name, parameter, only_here=True)
         guard.watch_size(state)
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and isinstance(key, str):
@@ -313,7 +313,7 @@ class OptimizerState:
         have, which must be the same. `plain`: by parameter, what is no tensor."""
         saved = placement.saved.optimizers[self.name]
         sets = placement.saved.manifest.hyperparameters.get(self.name, [])
-        names = self.mapped.names_here(name, parameter)
+        names = self.mapped.names(name, parameter, only_here=True)
         offloaded = offloaded_of(self.optimizer)
         live = self.state.get(parameter) or (offloaded.room(parameter) if offloaded else {})
         keys = {each: saved["state"].get(each, ()) for each in names}
