@@ -102,7 +102,8 @@ class Log:
                 self._run.recorder.start()
             self._run.recorder.roll(self._run.pace.overlap_s)
             self._window = self._next = None
-            self._unowned = Unowned(self._others(captured.collected), handle.step)
+            others = self._others(captured.collected, captured.collected.walk.leaves)
+            self._unowned = Unowned(others, handle.step)
             self._base_step, self._base_call = handle.step, handle.call
         elif captured.share is None:
             if self._told is None or self._told.error:
@@ -186,9 +187,9 @@ class Log:
         if share and share["ends"]:  # a base has all of it
             others, loose = unowned(walk.leaves), collected.loose
         else:
-            others = list(self._unowned.changed(self._others(collected)))
+            others = list(self._unowned.changed(self._others(collected, walk.leaves)))
             left_out, collected = without(collected, run.in_bases_alone)
-            loose = self._without_derived(collected, collected.loose)
+            loose = self._others(collected, collected.loose)
         leaves = (*pieces, *own, *others)  # updates wait for pieces, not for records
         part = part_of(collected, leaves, loose, slices)
         said = {
@@ -210,10 +211,7 @@ class Log:
             self._window = Window(walk, coming.step, groups)
         return self._window.take(step), self._window.share()
 
-    def _others(self, collected: Collected) -> tuple[Leaf, ...]:
-        """What no optimizer owns, nor any rule derives."""
-        return self._without_derived(collected, collected.walk.leaves)
-
-    def _without_derived(self, collected: Collected, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+    def _others(self, collected: Collected, leaves: Iterable[Leaf]) -> tuple[Leaf, ...]:
+        """Those that no optimizer owns, nor any rule derives."""
         derived = {id(leaf) for leaf in self._derived.leaves(collected)}
         return tuple(leaf for leaf in unowned(leaves) if id(leaf) not in derived)
