@@ -183,6 +183,15 @@ class State:
                 f"several parts of the state have the same name, rename them: {twice} ('rng' is "
                 f"that of the random generators)"
             )
+        self.optimizers = [each for each in self._entries if isinstance(each, OptimizerState)]
+        """By their index."""
+        self.streams = [each for each in self._entries if isinstance(each, StreamState)]
+        modules = [each for each in self._entries if isinstance(each, ModuleState)]
+        self.modules: dict[str, nn.Module] = {each.name: each.module for each in modules}
+        """The models, by their names."""
+        stateful = [each for each in self._entries if isinstance(each, StatefulState)]
+        self.in_bases_alone = [each.name for each in stateful if each.is_in_bases_alone]
+        """The parts whose tensors records may do without."""
         self.world = world or World(0, 1)
         self.late = Late()
         if self.streams and not self.world.is_alone:
@@ -216,28 +225,6 @@ class State:
         self._torn: Counter[str] = Counter()
         self.user_seconds = 0.0
         """Spent in state_dict() methods that are not ours."""
-
-    @property
-    def optimizers(self) -> list[OptimizerState]:
-        """The optimizers, by their index."""
-        return [entry for entry in self._entries if isinstance(entry, OptimizerState)]
-
-    @property
-    def streams(self) -> list[StreamState]:
-        """The streamed parts."""
-        return [entry for entry in self._entries if isinstance(entry, StreamState)]
-
-    @property
-    def modules(self) -> dict[str, nn.Module]:
-        """The models, by their names."""
-        entries = (entry for entry in self._entries if isinstance(entry, ModuleState))
-        return {entry.name: entry.module for entry in entries}
-
-    @property
-    def in_bases_alone(self) -> list[str]:
-        """The parts whose tensors records may do without."""
-        kinds = (entry for entry in self._entries if isinstance(entry, StatefulState))
-        return [entry.name for entry in kinds if entry.is_in_bases_alone]
 
     def parts_of(self, names: Iterable[str]) -> list[str]:
         """The optimizers, and the parts in which these tensors are."""
