@@ -548,15 +548,13 @@ class State:
 def _own_storages(leaves: list[Leaf]) -> list[Leaf]:
     """The leaves, without an owner where others write to the same memory (views): copied at the
     call, and all of them in the last step of a window."""
+    rows = [(leaf, leaf.tensor.untyped_storage().data_ptr()) for leaf in leaves]
     owners: dict[int, set[int | None]] = {}
-    for leaf in leaves:
-        owners.setdefault(leaf.tensor.untyped_storage().data_ptr(), set()).add(leaf.owner)
-    shared = {pointer for pointer, found in owners.items() if pointer and len(found) > 1}
-    if not shared:
-        return leaves
+    for leaf, pointer in rows:
+        owners.setdefault(pointer, set()).add(leaf.owner)
     return [
-        leaf._replace(owner=None) if leaf.tensor.untyped_storage().data_ptr() in shared else leaf
-        for leaf in leaves
+        leaf._replace(owner=None) if pointer and len(owners[pointer]) > 1 else leaf
+        for leaf, pointer in rows
     ]
 
 
