@@ -140,7 +140,7 @@ class Checkpointer:
         if tiers.peers and not replicates:
             log.warning("tiers: peers=%s, but there is no other node", tiers.peers)
         levels = Levels(self._disk.level, remote_every, replicates)
-        self._saves = Saves(self.metrics, choice.run.trust, levels, choice.run.bases)
+        self._saves = Saves(self.metrics, choice.run.trust, levels)
         has_partners = place.own_store or replicates
         self._client = Client(
             self._disk.root,

@@ -15,7 +15,7 @@ from everstep.capture.copy_speed import CopySpeed
 from everstep.capture.log import STATES, Log
 from everstep.capture.rank_agreement import RankAgreement
 from everstep.capture.spread import Spread
-from everstep.capture.strategy import Bases, Run, Strategy, why_no_replica
+from everstep.capture.strategy import Run, Strategy, why_no_replica
 from everstep.capture.thin import Thin
 from everstep.capture.trust import Trust
 from everstep.capture.window import gradient_item
@@ -51,10 +51,9 @@ class Choice:
             Recorder(
                 state.optimizers, of_log.verify == "full", state.world.number, of_log.pre_clip
             ),
-            Trust(is_alone=state.world.is_alone),
+            Trust(is_alone=state.world.is_alone, by_replica=of_log.replica),
             CopySpeed(),
             ranks,
-            Bases(by_replica=of_log.replica, is_alone=state.world.is_alone),
             state.in_bases_alone,
             why_not_allowed(state.optimizers, state.modules) or why_coupled(state.optimizers),
         )

@@ -83,7 +83,7 @@ class Log:
         else:
             self.break_off()
         is_due = self._window is None and self._is_base_due(step)
-        is_due |= self._run.bases.is_wanted
+        is_due |= self._run.trust.wants_base
         if self._chain is None or request.tag or is_due:
             is_awaited = self._last is not None and self.base_every > 1
             return Captured(collected, is_awaited=is_awaited)
@@ -96,7 +96,7 @@ class Log:
             if self._chain and self._is_base_due(handle.step):
                 self._run.trust.note_interval(handle.call)
             if is_whole:
-                self._run.bases.is_wanted = False
+                self._run.trust.wants_base = False
                 self._chain = Chain(captured.collected, self._derived.shape(captured.collected))
                 self._base_bytes = size_of(captured.collected)
                 self._run.recorder.start()
@@ -130,7 +130,7 @@ class Log:
     def describe(self) -> dict[str, Any]:
         """See Strategy."""
         chosen: dict[str, Any] = {"strategy": "log", "base_every": self.base_every}
-        if self._run.bases.by_replica:
+        if self._run.trust.by_replica:
             chosen["replica"] = True
         if self._base_every is None:
             sizes = {"base_bytes": self._base_bytes, "record_bytes": self._record_bytes}
@@ -149,10 +149,10 @@ class Log:
     def _decide(self, walk: Walk) -> None:
         """When the next base comes, once for each base: all ranks go by what the first decides."""
         ranks = self._run.ranks
-        if self._next is not None or not self._run.bases.is_planned:
+        if self._next is not None or not self._run.trust.plans_bases:
             return
         if ranks.world.rank == 0 and (self._base_every or self._record_bytes):
-            by_replica = self._run.bases.by_replica
+            by_replica = self._run.trust.by_replica
             every = EVERY_MAX if by_replica else self.base_every
             window = 1 if by_replica else min(self._window_steps(walk), every)
             ranks.tell("base", self._base_call, NextBase(self._base_step + every, window))

@@ -14,7 +14,6 @@ import time
 from everstep.capture.copier import Capture
 from everstep.capture.plan import Still
 from everstep.capture.pool import Pool
-from everstep.capture.strategy import Bases
 from everstep.capture.trust import Trust
 from everstep.errors import KINDS, EverstepError, Unavailable, Unsupported, kind_of
 from everstep.handle import LEVELS, Levels, Metrics, SaveHandle
@@ -49,8 +48,8 @@ class Saves:
     _client: Client
     _pool: Pool
 
-    def __init__(self, metrics: Metrics, trust: Trust, levels: Levels, bases: Bases) -> None:
-        """`trust` is told of each call that comes to nothing, `bases` of what keeps a replica from
+    def __init__(self, metrics: Metrics, trust: Trust, levels: Levels) -> None:
+        """`trust` is told of each call that comes to nothing, and of what keeps a replica from
         following."""
         self.levels = levels
         self.newest: SaveHandle | None = None
@@ -59,7 +58,6 @@ class Saves:
         """Of step() and save(). All count, whatever comes of them: by their numbers ranks know
         which of their saves belong together."""
         self._trust = trust
-        self._bases = bases
         self._failures_in_row = 0
         self._metrics = metrics
         self._begun: dict[int, Capture] = {}
@@ -265,7 +263,7 @@ class Saves:
         else:
             metrics.replica_failures += 1
             metrics.last_error = message["message"]
-            self._bases.note_failure(wants_base=message["wants_base"], is_end=message["is_end"])
+            self._trust.note_replica(wants_base=message["wants_base"], is_end=message["is_end"])
             end = ". There will be none any more" if message["is_end"] else ""
             log.warning("the replica: %s%s", message["message"], end)
 

@@ -13,6 +13,9 @@ chain goes on from a whole state that came later. Several ranks have to take the
 steps are long all have heard of a failure by the next call, and that is the one. Where steps are so
 short that the next call failed, too, each hears of it at another call: so all save whole states up
 to one by which they will have heard, and go on from that.
+
+A log's bases are made by the process that trains, by copies; or by the replica, while it lives. A
+failure of that may want a base, too.
 """
 
 import logging
@@ -32,9 +35,13 @@ HEARD_WITHIN = 4
 class Trust:
     """Of one Checkpointer. Thread-safe."""
 
-    def __init__(self, *, is_alone: bool) -> None:
+    def __init__(self, *, is_alone: bool, by_replica: bool = False) -> None:
         """`is_alone`: of one process, not of several ranks."""
         self._is_alone = is_alone
+        self.by_replica = by_replica
+        """Whether a replica makes a log's bases."""
+        self.wants_base = False
+        """Whether the next step is to be a base, whatever was planned."""
         self._join = -1
         self._surprises: list[int] = []
         """The calls of those that nothing has forgiven."""
@@ -70,6 +77,17 @@ class Trust:
             if isinstance(error, Unsupported if self._is_alone else Mismatch):
                 self._reason = str(error) if self._is_alone else self._reason
                 self._count(call)
+
+    def note_replica(self, *, wants_base: bool, is_end: bool) -> None:
+        """The replica can go on from a base alone, or will not any more. Of several ranks nobody
+        knows when the others hear of it, so that they go by numbers of steps alone. Any thread."""
+        self.wants_base |= wants_base and self._is_alone
+        self.by_replica &= not (is_end and self._is_alone)
+
+    @property
+    def plans_bases(self) -> bool:
+        """Whether this process makes bases from time to time."""
+        return not (self.by_replica and self._is_alone)
 
     def note_interval(self, call: int) -> None:
         """All went well up to the base of this call, which was due. On all ranks alike."""
