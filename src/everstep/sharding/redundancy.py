@@ -28,19 +28,11 @@ class OptimizerProxy(Optimizer):
         inner.register_step_post_hook(
             lambda _, *args: self._call(self._optimizer_step_post_hooks, *args)
         )
-        self.pull()
+        fetch_hyperparameters(self)
 
     def step(self, closure: Any = None) -> Any:
         """Nobody calls it: it is here so that torch lets hooks in."""
         raise TypeError("step the optimizer around this one: it is only a view of its parts")
-
-    def pull(self) -> None:
-        """Take over the other's hyperparameters."""
-        _copy_groups(self.inner.param_groups, self.param_groups)
-
-    def push(self) -> None:
-        """Give them back, changed."""
-        _copy_groups(self.param_groups, self.inner.param_groups)
 
     def _call(self, hooks: Mapping[int, Any], args: Any, kwargs: Any) -> None:
         for hook in list(hooks.values()):
@@ -127,13 +119,13 @@ def is_here(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
 def fetch_hyperparameters(optimizer: Optimizer) -> None:
     """What its inner optimizer says, its groups say too, where that is the one that is changed."""
     if isinstance(optimizer, OptimizerProxy):
-        optimizer.pull()
+        _copy_groups(optimizer.inner.param_groups, optimizer.param_groups)
 
 
 def spread_hyperparameters(optimizer: Optimizer) -> None:
     """What its groups say now, its inner optimizer says too."""
     if isinstance(optimizer, OptimizerProxy):
-        optimizer.push()
+        _copy_groups(optimizer.param_groups, optimizer.inner.param_groups)
     if is_redundancy_free(optimizer):
         zero = cast(Any, optimizer)
         zero._sync_param_groups(zero.param_groups, zero.optim.param_groups)
