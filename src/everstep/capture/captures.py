@@ -261,7 +261,11 @@ class Captures:
         leaves = captured.collected.walk.leaves if known else ()
         wanted = {leaf.entry: leaf.tensor for leaf in leaves if leaf.entry in known}
         early, copies = self._layerwise.take(plan, wanted)
-        return captured.with_tensors(copies), early
+        if copies:
+            copied = (leaf._replace(tensor=copies.get(leaf.entry, leaf.tensor)) for leaf in leaves)
+            walk = replace(captured.collected.walk, leaves=tuple(copied))
+            captured = replace(captured, collected=replace(captured.collected, walk=walk))
+        return captured, early
 
     def _slot(self, step: int, plan: Plan, waits: bool) -> Slot | None:
         """Memory for a capture; None where none is free, and it does not wait. Raises Unavailable

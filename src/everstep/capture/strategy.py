@@ -54,17 +54,6 @@ class Captured:
     kept: frozenset[int] = frozenset()
     """The turns of which nothing is captured."""
 
-    def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> "Captured":
-        """The same with these in the place of others, by their entries."""
-        if not tensors:
-            return self
-        walk = self.collected.walk
-        leaves = (
-            leaf._replace(tensor=tensors.get(leaf.entry, leaf.tensor)) for leaf in walk.leaves
-        )
-        walk = replace(walk, leaves=tuple(leaves))
-        return replace(self, collected=replace(self.collected, walk=walk))
-
     @property
     def continues(self) -> bool:
         """Whether it goes on from what was captured before, which would be in vain without it."""
