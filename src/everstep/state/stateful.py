@@ -224,32 +224,26 @@ class GeneratorState(AtTheCall):
         check_generator(self._generator, state)
 
     def _seed(self, seed: int) -> None:
-        _seed(self._generator, seed)
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(seed % (1 << 32))
+        elif isinstance(generator, random.Random):
+            generator.seed(seed)
+        else:
+            generator.bit_generator.state = type(generator.bit_generator)(seed).state
 
     def _set(self, state: Any) -> None:
-        _set(self._generator, state)
-
-
-def _seed(generator: Any, seed: int) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.manual_seed(seed)
-    elif isinstance(generator, np.random.RandomState):
-        generator.seed(seed % (1 << 32))
-    elif isinstance(generator, random.Random):
-        generator.seed(seed)
-    else:
-        generator.bit_generator.state = type(generator.bit_generator)(seed).state
-
-
-def _set(generator: Any, state: Any) -> None:
-    if isinstance(generator, torch.Generator):
-        generator.set_state(state.cpu())
-    elif isinstance(generator, np.random.RandomState):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        generator.bit_generator.state = state
+        generator = self._generator
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.bit_generator.state = state
 
 
 def check_generator(generator: Any, state: Any) -> None:
@@ -261,7 +255,7 @@ def check_generator(generator: Any, state: Any) -> None:
     elif isinstance(generator, np.random.Generator):
         type(generator.bit_generator)(0).state = state
     else:
-        _set(type(generator)(0), state)
+        GeneratorState("", type(generator)(0))._set(state)
 
 
 class GlobalGenerators(GeneratorState):
