@@ -151,7 +151,7 @@ def shares_of(
     shares = {
         name: Share(world.rank, world.size)
         for name, each in known.items()
-        if isinstance(each, kinds) or (isinstance(each, StatefulState) and each.is_by_rank)
+        if isinstance(each, kinds) or (isinstance(each, StatefulState) and each.says("is_by_rank"))
     }
     return shares | {name: Share.of(rule, world.rank, world.size) for name, rule in said.items()}
 

@@ -55,15 +55,10 @@ class StatefulState(AtTheCall):
         super().__init__(name)
         self._value = value
 
-    @property
-    def is_by_rank(self) -> bool:
-        """Whether it says of itself that each of several ranks has its own."""
-        return getattr(self._value, "is_by_rank", False) is True
-
-    @property
-    def is_in_bases_alone(self) -> bool:
-        """Whether it says of itself that records may do without its tensors."""
-        return getattr(self._value, "is_in_bases_alone", False) is True
+    def says(self, word: str) -> bool:
+        """Whether it says this of itself: that each of several ranks has its own (`is_by_rank`),
+        that records may do without its tensors (`is_in_bases_alone`)."""
+        return getattr(self._value, word, False) is True
 
     def objects(self, sink: TensorSink) -> Any:
         """Its state_dict at this moment."""

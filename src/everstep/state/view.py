@@ -190,7 +190,7 @@ class State:
         self.modules: dict[str, nn.Module] = {each.name: each.module for each in modules}
         """The models, by their names."""
         stateful = [each for each in self._entries if isinstance(each, StatefulState)]
-        self.in_bases_alone = [each.name for each in stateful if each.is_in_bases_alone]
+        self.in_bases_alone = [each.name for each in stateful if each.says("is_in_bases_alone")]
         """The parts whose tensors records may do without."""
         self.world = world or World(0, 1)
         self.late = Late()
