@@ -370,13 +370,10 @@ class LoaderState(StatefulState):
                 "Call restore() before iter(), or iter() again after it",
                 self.name,
             )
-        placement.then(self._watch)
-
-    def _watch(self) -> None:
-        """Wrap the one call that resumes."""
-        self._loader.__dict__["_get_iterator"] = self._resume
+        placement.then(lambda: self._loader.__dict__.update(_get_iterator=self._resume))
 
     def _resume(self) -> Any:
+        """In place of the one call that resumes."""
         loader = self._loader
         loader.__dict__.pop("_get_iterator", None)
         if loader.next_iter_state is None:
