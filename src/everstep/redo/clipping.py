@@ -206,10 +206,10 @@ def _note_clipped(
     foreach: bool | None,
 ) -> None:
     """Note by what these were multiplied, as torch comes to it."""
-    norm_here = layout.replicated(norm)
-    if norm_here is None:  # torch reduces as it multiplies (norm_type=inf)
-        return
-    coefficient = torch.clamp(float(max_norm) / (norm_here.detach() + 1e-6), max=1.0)
+    if layout.is_dtensor(norm) and not all(each.is_replicate() for each in norm.placements):
+        return  # torch reduces as it multiplies (norm_type=inf)
+    norm_here = layout.local_of(norm).detach()
+    coefficient = torch.clamp(float(max_norm) / (norm_here + 1e-6), max=1.0)
     gradients = [parameter.grad for parameter in holders if parameter.grad is not None]
     for group in _groups(gradients):
         device = gradients[group[0]].device

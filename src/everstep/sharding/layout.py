@@ -159,13 +159,6 @@ def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _package().DTensor(local, spec, requires_grad=False))
 
 
-def replicated(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The plain tensor that all ranks have; None of a DTensor of which each has a part."""
-    if not is_dtensor(tensor):
-        return tensor
-    return tensor._local_tensor if all(each.is_replicate() for each in tensor.placements) else None
-
-
 def spread_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """How a DTensor is spread over ranks; None for a plain tensor, which is whole. Raises
     Unsupported."""
