@@ -119,7 +119,8 @@ class Hook:
 
         def closure_then_hold() -> Any:
             loss = closure()  # forward and backward: the copies may go on meanwhile
-            self._hold(*_with(_closure_of(loss), rest, kwargs))
+            said = loss.detach() if hasattr(loss, "detach") else loss
+            self._hold(*_with({"closure": said}, rest, kwargs))  # what it returned, in its place
             return loss
 
         given, named = _with(closure_then_hold, rest, kwargs)
@@ -160,8 +161,3 @@ def _is_at_begin(own: int, hooks: Iterable[int]) -> bool:
 def _with(closure: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The arguments of step(), with this in the place of its closure."""
     return ([closure, *args[1:]], kwargs) if args else (args, {**kwargs, "closure": closure})
-
-
-def _closure_of(loss: Any) -> dict[str, Any]:
-    """Stands for a closure that was called: what it returned."""
-    return {"closure": loss.detach() if hasattr(loss, "detach") else loss}
