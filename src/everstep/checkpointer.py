@@ -273,7 +273,7 @@ class Checkpointer:
         finally:
             atexit.unregister(self._close_at_exit)
             self._preemption.uninstall()
-            self._state.late.forget()
+            self._state.forget_late()
             self._captures.close()
             self._saves.close()
             self._client.close()

@@ -64,7 +64,7 @@ def test_weights_come_before_moments(store, held, kind):
         assert restorer.restore(first="model") == 3
         model, optimizer = fresh["model"], fresh["optimizer"]
         check_same(snapshot({"model": model}), snapshot_of(frozen[3], "model"))
-        assert not restorer._state.late._task.done()
+        assert not restorer._state._late.done()
         inputs = torch.randn(8, 6)
         threading.Timer(0.2, held.set).start()  # within backward, or the update
         model(inputs).square().mean().backward()

@@ -94,7 +94,7 @@ class Captures:
             self._layerwise = Layerwise(self.pool, self._copier.devices)
             self._recorder.settle = self._layerwise.settle
         self._hooks = [
-            Hook(optimizer, self._copier, self._recorder, metrics, state.late)
+            Hook(optimizer, self._copier, self._recorder, metrics, state.settle)
             for optimizer in state.optimizers
         ]
 
@@ -105,7 +105,7 @@ class Captures:
 
     def collect(self) -> Collected:
         """The state as it is now, by reference."""
-        self._state.late.settle()
+        self._state.settle()
         for hook in self._hooks:
             hook.put_in_order()
         self._copier.settle()

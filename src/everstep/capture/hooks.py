@@ -21,7 +21,6 @@ from everstep.handle import Metrics
 from everstep.redo.clipping import is_capturing
 from everstep.redo.recorder import Recorder
 from everstep.sharding.redundancy import offloaded_of
-from everstep.state.late import Late
 from everstep.state.optimizers import OptimizerState
 
 _ours: set[int] = set()
@@ -38,11 +37,11 @@ class Hook:
         capture: Copier,
         recorder: Recorder,
         metrics: Metrics,
-        late: Late,
+        settle: Callable[[], None],
     ) -> None:
-        """`late`: what the restored state may still lack at the first update."""
+        """`settle`: waits for what the restored state may still lack at the first update."""
         self._state = optimizer
-        self._late = late
+        self._settle = settle
         self._optimizer = optimizer.optimizer
         self._capture = capture
         self._recorder = recorder
@@ -106,10 +105,10 @@ class Hook:
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if is_capturing():
             self._state.was_captured = True
-            self._late.settle()
+            self._settle()
             self._capture.await_copies()
             return None
-        self._late.settle()
+        self._settle()
         self._state.has_stepped = True
         myself, *rest = args
         closure = rest[0] if rest else kwargs.get("closure")
@@ -127,7 +126,7 @@ class Hook:
         return (myself, *given), named
 
     def _before_backward_updates(self) -> None:
-        self._late.settle()
+        self._settle()
         self._capture.await_copies()
         self._recorder.begin_early(self._state)
 

@@ -44,7 +44,7 @@ _RULED = (
 @dataclass(frozen=True, slots=True)
 class Scope:
     """What is asked of a restore. `only`: these parts (None: all). `first`: what is in other parts
-    than these, and not needed before the first update, follows (State.late), where nothing is
+    than these, and not needed before the first update, follows (State.fill_later), where nothing is
     replayed."""
 
     only: list[str] | None
@@ -153,7 +153,7 @@ class Restore:
         self.state.world.together("reading", fill_now)
         placement.finish()
         if late:
-            self.state.late.begin(partial(self._fill_late, versions, late))
+            self.state.fill_later(partial(self._fill_late, versions, late))
 
     def _fill_late(self, versions: Sequence[Version], late: Wanted) -> None:
         try:

@@ -53,7 +53,7 @@ class Restores:
     ) -> CheckpointName | None:
         """See Checkpointer.restore; which it was, None where there is none. Where somebody deletes
         what is read, or makes it whole, there is something else by then, which is looked for."""
-        self.state.late.forget()
+        self.state.forget_late()
         if scope.first is not None:
             self.state.check_chosen(scope.first)
         for _ in range(_ATTEMPTS):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +40,6 @@ from everstep.sharding.writers import (
     without_twins,
 )
 from everstep.state.entries import Entry, entries_of, overlaps_of, places_in, shares_of
-from everstep.state.late import Late
 from everstep.state.modules import ModuleState
 from everstep.state.objects import tensors_in
 from everstep.state.optimizers import OptimizerState
@@ -193,7 +193,6 @@ class State:
         self.in_bases_alone = [each.name for each in stateful if each.says("is_in_bases_alone")]
         """The parts whose tensors records may do without."""
         self.world = world or World(0, 1)
-        self.late = Late()
         if self.streams and not self.world.is_alone:
             raise Unsupported(
                 f"capturing {self.streams[0].name!r}: streams of several ranks are not saved. Give "
@@ -223,6 +222,8 @@ class State:
         self._memories: set[Memory | None] = set()
         self._overlapping: set[str] = set()
         self._torn: Counter[str] = Counter()
+        self._late: Future[None] | None = None
+        """What fills tensors of a restored state while training goes on."""
         self.user_seconds = 0.0
         """Spent in state_dict() methods that are not ours."""
 
@@ -400,6 +401,25 @@ class State:
         settled = {id(tensor) for each in self.optimizers for _, tensor, *_ in each.tensors()}
         settled |= {id(tensor) for tensor in derived}
         return replace(self.place(saved), settled=settled, settled_names=names)
+
+    def fill_later(self, fill: Callable[[], None]) -> None:
+        """Do it beside training, in a thread of its own: `restore(first=...)`. One at a time."""
+        executor = ThreadPoolExecutor(1, "everstep-late")
+        self._late = executor.submit(fill)
+        executor.shutdown(wait=False)
+
+    def settle(self) -> None:
+        """Before anybody reads or changes tensors: block until what was to follow is there. Raises
+        what went wrong, each time until something else is restored."""
+        if self._late:
+            self._late.result()
+            self._late = None
+
+    def forget_late(self) -> None:
+        """Block until nothing is filled any more; something else is restored, or nothing."""
+        if self._late:
+            self._late.exception()
+            self._late = None
 
     def classes(self, only: list[str] | None = None) -> dict[str, str]:
         """Those of the optimizers, module and qualified name. `only`: names of parts."""
