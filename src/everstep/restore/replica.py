@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from everstep.errors import Conflict, Missing, Unsupported
@@ -173,29 +174,21 @@ class Replica:
 # ---- its process ---------------------------------------------------------------------------------
 
 
-class Follower:
-    """Is asked to `follow` the checkpoint that was committed last, which may still lie in arenas,
-    and to lend the state, if who restores waits for it. Answers how far it has come, whether it has
-    written a base, and with the state's arena."""
-
-    def __init__(self, store: str) -> None:
-        self._replica = Replica(tier_at(store))
-        signal.signal(signal.SIGALRM, lambda *_: set_priority(_FAIR))
-        set_priority(_LOWEST)
-
-    def answer(self, message: wire.Message, fds: list[int]) -> Sent:
-        """Raises what keeps the replica from following."""
-        arenas, name = list(map(Arena, fds)), message["name"]
-        signal.setitimer(signal.ITIMER_REAL, LATE_S)
-        has_base = bool(name) and self._replica.follow(CheckpointName(*name), arenas)
-        lent = None
-        if message["lends"]:  # somebody waits for it
-            set_priority(_FAIR)
-            lent = self._replica.lend()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        set_priority(_LOWEST)
-        said = {"name": self._replica.at, "seconds": time.process_time(), "has_base": has_base}
-        return {"type": "replica", **said}, [lent.fd] if lent else []
+def answer(replica: Replica, message: wire.Message, fds: list[int]) -> Sent:
+    """Let it `follow` the checkpoint that was committed last, which may still lie in arenas, and
+    lend the state, if who restores waits for it. Returns how far it has come, whether it has
+    written a base, and the state's arena. Raises what keeps it from following."""
+    arenas, name = list(map(Arena, fds)), message["name"]
+    signal.setitimer(signal.ITIMER_REAL, LATE_S)
+    has_base = bool(name) and replica.follow(CheckpointName(*name), arenas)
+    lent = None
+    if message["lends"]:  # somebody waits for it
+        set_priority(_FAIR)
+        lent = replica.lend()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    set_priority(_LOWEST)
+    said = {"name": replica.at, "seconds": time.process_time(), "has_base": has_base}
+    return {"type": "replica", **said}, [lent.fd] if lent else []
 
 
 def set_priority(nice: int) -> None:
@@ -224,7 +217,10 @@ def main() -> int:
     end_with_owner()
     with contextlib.suppress(OSError):  # be the first that goes when memory runs out
         Path("/proc/self/oom_score_adj").write_text("1000")
-    return serve(Follower(sys.argv[1]).answer)
+    replica = Replica(tier_at(sys.argv[1]))
+    signal.signal(signal.SIGALRM, lambda *_: set_priority(_FAIR))
+    set_priority(_LOWEST)
+    return serve(partial(answer, replica))
 
 
 if __name__ == "__main__":
