@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from everstep.errors import KINDS, Corrupt, EverstepError, Missing, Unavailable, kind_of
-from everstep.format.manifest import CheckpointName, Manifest
+from everstep.format.manifest import CheckpointName
 from everstep.keeper.arena import OPTIMIZER, Arena
 from everstep.keeper.client import Client
 from everstep.keeper.live_replica import KEY
@@ -216,12 +216,8 @@ class Restores:
         if candidate.disk is self.disk:
             self.captures.restored(candidate.name)
             self.client.tell_restored(candidate.name)
-        self._compare(manifest, differing)
         if candidate.held and not candidate.held.is_committed:
             log.warning("step %s came from memory; it had not reached the disk", manifest.step)
-
-    def _compare(self, manifest: Manifest, differing: list[str]) -> None:
-        """Tell what is other here than where it was written, and what that may come to."""
         if not differing:
             return
         is_replayed = manifest.previous is not None or manifest.is_spread
