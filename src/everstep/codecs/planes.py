@@ -25,16 +25,9 @@ SAMPLE_RUN_BYTES = 512
 
 
 def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes | None:
-    """The byte planes of `data`, or None where they would not save a tenth: then store it raw.
-
-    `data` is contiguous, at most 4 MiB, of any alignment, and is only read; the caller sees to it
-    that nobody writes to it meanwhile. Without `entropy`, planes of zeros are dropped and nothing
-    else is done. Equal bytes give equal encodings (with the same
-    version of zstandard). Blocks; any number of threads may call it, as the work is done without
-    the GIL. Takes memory of up to about twice the encoding.
-
-    Raises ValueError for another item size, or for more than 4 MiB.
-    """
+    """The byte planes of `data` (contiguous, at most 4 MiB), or None where they would not save a
+    tenth. Without `entropy`, planes of zeros are dropped and nothing else is done. Blocks, without
+    the GIL; any number of threads may call it. Raises ValueError for another item size, or more."""
     _check_arguments(item_size, data.nbytes)
     count = data.nbytes // item_size
     if count == 0:
@@ -66,15 +59,9 @@ def encode(data: memoryview, item_size: int, *, entropy: bool = True) -> bytes |
 
 
 def decode_into(encoded: memoryview | bytes, item_size: int, into: memoryview) -> None:
-    """Write the raw bytes of which `encoded` is the encoding to `into`, which has their size.
-
-    Both are contiguous; `into` is the caller's, writable, at most 4 MiB, of any alignment, and
-    may hold anything after an error. Blocks; any number of threads may call it, as the work is done
-    without the GIL. Takes memory for one plane at a time, whatever the header says.
-
-    Raises Corrupt if `encoded` is no encoding of that many bytes of that item size, and ValueError
-    for arguments that `encode` would not take.
-    """
+    """Write the raw bytes to `into`, which has their size, and may hold anything after an error.
+    Blocks, without the GIL. Takes memory for one plane at a time, whatever the header says. Raises
+    Corrupt for what is no encoding of so many bytes of such items, ValueError as `encode`."""
     _check_arguments(item_size, into.nbytes)
     source = memoryview(encoded)
     source = source.cast("B") if source.nbytes else source
@@ -131,11 +118,8 @@ def _read_sizes(source: memoryview, item_size: int, size: int) -> tuple[int, ...
 def _expected_share(
     plane: npt.NDArray[np.uint8], compressor: zstandard.ZstdCompressor | None
 ) -> float:
-    """What part of a plane's bytes is likely to be stored: 1.0 if it is not worth compressing.
-
-    Told from runs spread evenly over it, so that rows of zeros are seen as well as the statistics
-    of single bytes.
-    """
+    """What part of a plane's bytes is likely to be stored: 1.0 if it is not worth compressing. Told
+    from runs spread evenly over it, so that rows of zeros are seen, too."""
     if compressor is None:
         return 1.0
     runs = plane
@@ -147,11 +131,8 @@ def _expected_share(
 
 
 def _compressor() -> zstandard.ZstdCompressor:
-    """Made anew for each call: it is cheap at this window, and no two threads may share one.
-
-    A table of 64 entries and matches of seven bytes: nearly a pure Huffman coder, which still finds
-    runs of equal bytes.
-    """
+    """Made anew for each call, as no two threads may share one: nearly a pure Huffman coder, which
+    still finds runs of equal bytes."""
     parameters = zstandard.ZstdCompressionParameters.from_level(
         1,
         strategy=zstandard.STRATEGY_FAST,
