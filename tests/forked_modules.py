@@ -163,6 +163,8 @@ def _run(connection) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     request, files, _, _ = socket.recv_fds(connection, 1 << 20, 3)
+    if not request:  # who was to ask was killed before
+        os._exit(0)
     module, arguments, folder, env = ast.literal_eval(request.decode())
     for number, file in enumerate(files):
         os.dup2(file, number)
