@@ -1,8 +1,8 @@
 """The command `everstep`: runs a sub-command, turns errors into one line and an exit code.
 
 Exit codes: 0 done; 1 an error, or damage found; 2 wrong usage; 130 Ctrl-C; 141 the reader left.
-A sub-command is a module with add_arguments(parser) and run(args), imported when asked for: run
-returns an Answer, or an exit code where it has printed by itself.
+A sub-command is a module with add_arguments(parser) and run(args), which returns an Answer; it is
+imported when asked for.
 """
 
 import argparse
@@ -74,11 +74,9 @@ def _dispatch(words: list[str]) -> int:
     command.add_arguments(parser)
     args = parser.parse_intermixed_args(rest)
     try:
-        answer: Answer | int = command.run(args)
+        answer: Answer = command.run(args)
     except argparse.ArgumentError as error:
         parser.error(str(error))
-    if isinstance(answer, int):
-        return answer
     for text in [json.dumps(answer.facts, indent=2)] if args.json else answer.lines:
         print(text)
     return answer.code

@@ -2,6 +2,8 @@
 
 import argparse
 import time
+from collections.abc import Iterator
+from typing import Any
 
 from everstep.cli import text
 from everstep.cli.answers import Answer
@@ -19,17 +21,21 @@ def run(args: argparse.Namespace) -> Answer:
     from everstep.restore.materialize import materialize
 
     disk, steps = split_words(args.words, len(args.words), 1)
-    made, lines = [], []
-    for name in [catalog.find(disk, step) for step in steps]:  # all are there, before any is made
-        if catalog.read_whole(disk, name):
-            lines.append(f"{name}: a whole state already")
-            continue
-        began = time.monotonic()
-        manifest = materialize(disk, name)
-        seconds, differs = time.monotonic() - began, replayed(manifest.topology)
-        said = {"bytes": manifest.size, "exact": manifest.exact, "differs": differs}
-        made.append({**name._asdict(), **said, "seconds": seconds})
-        exact = "bit for bit" if manifest.exact else f"not exact: {', '.join(differs)}"
-        size = text.size(manifest.size)
-        lines.append(f"{name}: a whole state of {size}, {exact}, in {seconds:.1f} s")
-    return Answer({"made": made}, lines)
+    chosen = [catalog.find(disk, step) for step in steps]  # all are there, before any is made
+    made = list[dict[str, Any]]()
+
+    def lines() -> Iterator[str]:
+        for name in chosen:
+            if catalog.read_whole(disk, name):
+                yield f"{name}: a whole state already"
+                continue
+            began = time.monotonic()
+            manifest = materialize(disk, name)
+            seconds, differs = time.monotonic() - began, replayed(manifest.topology)
+            said = {"bytes": manifest.size, "exact": manifest.exact, "differs": differs}
+            made.append({**name._asdict(), **said, "seconds": seconds})
+            exact = "bit for bit" if manifest.exact else f"not exact: {', '.join(differs)}"
+            size = text.size(manifest.size)
+            yield f"{name}: a whole state of {size}, {exact}, in {seconds:.1f} s"
+
+    return Answer({"made": made}, list(lines()) if args.json else lines())

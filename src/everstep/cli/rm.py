@@ -23,15 +23,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> Answer | int:
+def run(args: argparse.Namespace) -> Answer:
     """Delete the named checkpoints, all or, where one does not exist, none."""
     disk, steps = split_words(args.words, len(args.words), 1)
     doomed = sorted({catalog.find(disk, step) for step in steps})
     if args.following:
         doomed = sorted({*doomed, *retain.cut_off(disk, doomed.__contains__)})
     if not args.yes and sys.stdin.isatty() and not _confirms(disk, doomed):
-        print("nothing was deleted", file=sys.stderr)
-        return 1
+        return Answer({"deleted": [], "bytes": 0}, ["nothing was deleted"], 1)
     freed = retain.delete(disk, doomed)
     return Answer(
         {"deleted": list(map(str, doomed)), "bytes": freed},

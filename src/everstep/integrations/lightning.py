@@ -5,12 +5,8 @@
     L.Trainer(callbacks=[EverstepCallback("runs/gpt")], ...).fit(model, data)
 
 A step, counted as `trainer.global_step`, is saved after its logging, validation and schedulers, the
-last of an epoch after those of the epoch: so a kill skips none of them. What comes back: loops and
-their counters, the position in the data (torch's DataLoaders and StatefulDataLoaders, any number of
-workers), states of callbacks, of the data module and of the module's own on_save_checkpoint(),
-averages of weights, running means of what was logged, torchmetrics. Not exact: what
-everstep.integrations.loaders tells; names of files that ModelCheckpoint had written before the
-kill, and writes again ("-v1"); the time of val_check_interval. Tested with lightning 2.6.6.
+last of an epoch after those of the epoch: so a kill skips none of them. What comes back, and what
+is not exact: docs/trainers.md; nor is the time of val_check_interval. Tested with lightning 2.6.6.
 """
 
 import builtins

@@ -5,12 +5,9 @@
     def llama3_mine() -> Trainer.Config:
         return Trainer.Config(..., checkpoint=EverstepCheckpointManager.Config())
 
-The store is the folder that the config names; a run goes on from it by itself. `interval` is 1, and
-the last step is saved like any other, so that a longer run can go on from it. What torchtitan's own
-manager wrote (DCP, Hugging Face) is taken to start from (by `initial_load_path`),
-and written beside the store at the last step where `last_save_model_only` asks for it.
-
-torchtitan saves a step before it validates. Tested with torchtitan 0.3.
+The store is the folder that the config names; a run goes on from it by itself. What torchtitan's
+own manager wrote is taken to start from, and written where it is asked for: docs/trainers.md.
+Tested with torchtitan 0.3.
 """
 
 from dataclasses import dataclass, fields

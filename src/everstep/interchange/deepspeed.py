@@ -139,10 +139,11 @@ class _Rows:
             | self.numbers.get(name, {})
             for name, keys in self.parts.items()
         }
-        named = [
-            {**group, "params": [name for row in group["params"] for name in self.groups[row]]}
-            for group in groups
-        ]
+        of = {row: index for index, group in enumerate(groups) for row in group["params"]}
+        members: list[list[str]] = [[] for _ in groups]
+        for row, own in enumerate(self.groups):
+            members[of[row]] += own
+        named = [{**group, "params": own} for group, own in zip(groups, members, strict=True)]
         return {"state": state, "param_groups": named}
 
     def _tensor(self, name: str, key: str) -> Found:
@@ -192,6 +193,8 @@ def read_folder(folder: Path, part: str) -> Saved:
     universal = tag / "zero" / "optimizer_state.pt"
     files = [universal] if universal.is_file() else _files(tag)
     step = states[0].get("global_steps")
+    if not files and models[0].name.startswith("zero_"):
+        raise Corrupt(f"importing {tag}: the files of its optimizer are not there")
     if not files:  # an engine without ZeRO
         parts = {part: "module", "optimizer": "optimizer", "scheduler": "lr_scheduler"}
         plain = {name: states[0].get(key) for name, key in parts.items()}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from everstep.errors import Conflict, Missing
+from everstep.errors import Conflict, Missing, Unavailable
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.format.manifest import CheckpointName
 from everstep.format.packs import in_groups
@@ -30,7 +30,6 @@ from everstep.sharding.ranked import values_by_index
 from everstep.state.objects import decode
 from everstep.store.copy import Progress
 from everstep.tiers.disk import Disk
-from everstep.tiers.files import telling
 from everstep.tiers.tier import Tier
 
 log = logging.getLogger("everstep")
@@ -102,7 +101,7 @@ def _new_folder(target: Path) -> Iterator[Path]:
     after an error. Raises Conflict where there is something, Unavailable."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Conflict(f"exporting to {target}: there is something. Name another place")
-    with telling("exporting to", target):
+    try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(".tmp", f".{target.name}.", target.parent) as made:
             draft = Path(made, target.name)
@@ -113,6 +112,8 @@ def _new_folder(target: Path) -> Iterator[Path]:
                 (disk.sync if each.is_dir() else disk.settle)(str(each.relative_to(draft)))
             os.rename(draft, target)
         Disk(target.parent).sync("")
+    except OSError as error:
+        raise Unavailable(f"exporting to {target}: {error.strerror or error}") from error
 
 
 @dataclass(slots=True)

@@ -46,7 +46,9 @@ def header_of(shapes: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
 
 def is_any(path: Path) -> bool:
     """Whether it is such a file, or a folder of Hugging Face's with such ones."""
-    return path.suffix == ".safetensors" if path.is_file() else any(path.glob("*.safetensors*"))
+    if path.is_file():
+        return path.suffix == ".safetensors"
+    return any(path.glob(INDEX)) or any(path.glob("*.safetensors"))
 
 
 def read_weights(path: Path) -> dict[str, Found]:

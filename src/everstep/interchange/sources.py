@@ -161,10 +161,10 @@ def read_accelerate(folder: Path, part: str) -> Saved:
     for number in range(_MODULES_MAX):
         found = _parts(folder, number, ".bin")
         found |= {"custom": _file(folder / f"custom_checkpoint_{number}.pkl")}
-        if not any(found.values()):
+        if all(each is None for each in found.values()):
             break
         for name, each in found.items():
-            several.setdefault(name, []).extend([each] if each else [])
+            several.setdefault(name, []).extend([] if each is None else [each])
     tree = {key: part for name, own in several.items() for key, part in numbered(name, own).items()}
     states = _by_rank(folder, "random_states", ".pkl")
     if type(states[0].get("step")) is int:

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep.errors import Corrupt, Missing
+from everstep.errors import Corrupt, Missing, Unavailable
 from everstep.format.boxes import Box, flat_boxes
 from everstep.format.dtypes import ITEM_SIZES
 from everstep.sharding.leaves import bytes_of, dtype_name
 from everstep.state.objects import Foreign, Json, as_stored
-from everstep.tiers.files import telling
 
 BLOCK_BYTES = 4 << 20
 _FIRST_BYTES = 64 << 10
@@ -34,8 +33,11 @@ Blocks = Callable[[], Iterator[memoryview]]
 @contextmanager
 def reading(where: object) -> Iterator[None]:
     """Raises Corrupt where what is read within makes no sense, Unavailable."""
-    with telling("reading", where), as_stored(f"reading {where}"):
-        yield
+    try:
+        with as_stored(f"reading {where}"):
+            yield
+    except OSError as error:
+        raise Unavailable(f"reading {where}: {error.strerror or error}") from error
 
 
 @dataclass(frozen=True, slots=True)

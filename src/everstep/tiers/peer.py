@@ -48,9 +48,6 @@ class Link:
         self._connection = connection
         connection.settimeout(patience_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(1000 * patience_s))
-        )
         self._patience_s = patience_s
         self._until: float | None = time.monotonic() + GREETING_S
         """When all that greets must have come."""

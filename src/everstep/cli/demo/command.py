@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from everstep.cli import text
+from everstep.cli.answers import Answer
 from everstep.cli.demo.events import SPREAD_EVERY, Event, Settings, Strategy
 from everstep.cli.demo.kills import Trainer, draw_aims
 from everstep.cli.demo.report import Kill, Report, make_report
@@ -45,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="of model, data and kills (default: a new one)")
     parser.add_argument("--picture", type=Path, help="PNG to write (default: in the directory)")
-    parser.add_argument("--json", type=Path, help="write the report as JSON to this file")
+    parser.add_argument(
+        "--json", dest="report", type=Path, help="write the report as JSON to this file"
+    )
+    parser.set_defaults(json=False)
     parser.add_argument(
         "--strategy",
         choices=get_args(Strategy),
@@ -58,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(args: argparse.Namespace) -> int:
-    """The demo. Returns 0 where every comparison held, else 1."""
+def run(args: argparse.Namespace) -> Answer:
+    """The demo; 1 where a comparison did not hold."""
     if args.steps < STEPS_MIN or args.kills < 0:
         raise ValueError(f"everstep demo: --steps must be at least {STEPS_MIN}, --kills 0 or more")
     url = args.store if isinstance(place_of(args.store), Url) else None
@@ -81,16 +85,16 @@ def run(args: argparse.Namespace) -> int:
         )
     (directory / "events.json").write_text(json.dumps(logs))
     report = make_report(killed, *logs)
-    print(*told(report), sep="\n")
+    lines = told(report)
     if len(report.kills) < args.kills:
-        print(f"Only {len(report.kills)} of {args.kills} kills came before the end.")
-    _draw(report, logs[0], args.picture or directory / "timeline.png")
-    print(f"Checkpoints: everstep ls {killed.store}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        found = {"ok": report.ok, **asdict(report)}
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0 if report.ok else 1
+        lines.append(f"Only {len(report.kills)} of {args.kills} kills came before the end.")
+    lines.append(_draw(report, logs[0], args.picture or directory / "timeline.png"))
+    lines.append(f"Checkpoints: everstep ls {killed.store}")
+    facts = {"ok": report.ok, **asdict(report)}
+    if args.report:
+        args.report.parent.mkdir(parents=True, exist_ok=True)
+        args.report.write_text(json.dumps(facts, indent=2) + "\n")
+    return Answer(facts, lines, 0 if report.ok else 1)
 
 
 def train(settings: Settings, what: str, kills: int, progress: Progress) -> list[Event]:
@@ -111,15 +115,14 @@ def train(settings: Settings, what: str, kills: int, progress: Progress) -> list
         return trainer.events
 
 
-def _draw(report: Report, killed: list[Event], path: Path) -> None:
+def _draw(report: Report, killed: list[Event], path: Path) -> str:
     try:
         from everstep.cli.demo.picture import draw
     except ImportError:
-        print("No picture: that needs matplotlib (pip install everstep[demo]).")
-        return
+        return "No picture: that needs matplotlib (pip install everstep[demo])."
     path.parent.mkdir(parents=True, exist_ok=True)
     draw(report, killed, path)
-    print(f"Timeline: {path}")
+    return f"Timeline: {path}"
 
 
 def _prepare(directory: Path) -> Path:
