@@ -46,9 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, help="of model, data and kills (default: a new one)")
     parser.add_argument("--picture", type=Path, help="PNG to write (default: in the directory)")
-    parser.add_argument(
-        "--json", dest="report", type=Path, help="write the report as JSON to this file"
-    )
+    parser.add_argument("--json", dest="report", type=Path, help="write the report to this file")
     parser.set_defaults(json=False)
     parser.add_argument(
         "--strategy",
