@@ -105,7 +105,7 @@ def test_the_newest_that_is_proven(store, slices, other_from, caplog, capsys):
         assert saver.restore() == 5
         check_same(frozen[5], snapshot(state))
         assert "step 8" in caplog.text
-        assert "Nothing proves the 3 steps up to this one" in caplog.text
+        assert "Nothing proves the 3 records up to this one" in caplog.text
     verdict = Store(store).verify()
     assert [int(name.partition("-")[0]) for name in verdict.unproven] == list(range(6, STEPS + 1))
     assert verdict.ok
@@ -131,6 +131,20 @@ def test_where_nothing_but_the_base_is_proven(store, slices, other_from):
         with logged(store, state := build(2, Plain)) as saver:
             assert saver.restore() == 1
             check_same(frozen[1], snapshot(state))
+
+
+def test_steps_may_be_numbered_in_twos(store, slices, other_from):
+    slices(3)
+    frozen = {}
+    with logged(store, state := build(1, Plain)) as saver:
+        for step in range(2, 2 * STEPS + 1, 2):
+            train(state)
+            durable(saver.step(step))
+            frozen[step] = snapshot(state)
+    other_from(16)
+    with logged(store, state := build(2, Plain)) as saver:
+        assert saver.restore() == 10  # the digests of 12, 14 and 16 prove all together
+        check_same(frozen[10], snapshot(state))
 
 
 def test_what_is_replayed_elsewhere_may_differ(store, slices, other_from, caplog):

@@ -46,12 +46,11 @@ class OtherBytes(Corrupt):
     """A replay came to other bytes than the run had after `step`, or raised."""
 
     def __init__(self, step: int, part: str, seen_by: str, count: int = 1, why: str = "") -> None:
-        """`count`: steps up to this one that nothing proves. `why`: what may be the cause."""
-        self.step = step - count + 1
-        """The first that nothing proves."""
+        """`count`: of records up to this one that nothing proves. `why`: what may be the cause."""
+        self.step, self.count = step, count
         self.is_lasting = not why
         """Whether it comes of what is stored, and not of this program."""
-        unproven = f" Nothing proves the {count} steps up to this one." if count > 1 else ""
+        unproven = f" Nothing proves the {count} records up to this one." if count > 1 else ""
         super().__init__(
             f"replaying step {step}: {part!r} came to other bytes than the run had after this "
             f"step ({seen_by}).{unproven} {why or _DEPENDS}. Restore a step before that, or its "

@@ -159,8 +159,10 @@ class Candidate:
         does not prove: nothing that goes on from there need be tried."""
         names = [each.name for each in self._manifests]
         if isinstance(error, OtherBytes):
-            replayed = [not manifest.is_whole for manifest in self._manifests]
-            return [name for name in itertools.compress(names, replayed) if name.step >= error.step]
+            steps = [record.step for each in self._manifests for record in each.records]
+            known = [step for step in steps if step <= error.step]
+            first = min(known[-error.count :], default=error.step)
+            return [m.name for m in self._manifests if not m.is_whole and m.name.step >= first]
         if not self._manifests or self._manifests[0].previous:  # what is before them is not there
             return names
         damaged = (
