@@ -160,8 +160,7 @@ class Candidate:
         names = [each.name for each in self._manifests]
         if isinstance(error, OtherBytes):
             steps = [record.step for each in self._manifests for record in each.records]
-            known = [step for step in steps if step <= error.step]
-            first = min(known[-error.count :], default=error.step)
+            first = min([s for s in steps if s <= error.step][-error.count :], default=error.step)
             return [m.name for m in self._manifests if not m.is_whole and m.name.step >= first]
         if not self._manifests or self._manifests[0].previous:  # what is before them is not there
             return names
