@@ -51,7 +51,7 @@ _OWN_MEMORY = frozenset({RECORD_OWNER, DIGEST_OWNER})
 _NOT_WATCHED = _OWN_MEMORY | {None}
 """Whose leaves get no fingerprint here: they are copied at the call; their recorder has one of what
 it holds, and the rest is its own; they are written to while they wait to be copied."""
-_LOOK_S, _LOOK_MAX_S = 0.0005, 0.02
+_LOOK_S, _LOOK_MAX_S = 0.0005, 0.004
 """From one look at the frames to the next: each interrupts what runs Python."""
 
 
