@@ -82,7 +82,7 @@ class _Storage:
     latest). The store may be named as STORE@STEP, too."""
 
     def __init__(self, path: Path | None = None, step: int | str | None = None) -> None:
-        """`path`: the store. `step`: also a tag, or "120-3", step 120 of epoch 3, to be loaded."""
+        """`path`: the store. `step`: None: see above; a step; to load also a tag, or "120-3"."""
         self._store = None if path is None else os.fspath(path)
         self._step = self._default_step = step
         self.reset(path if step is None else None)

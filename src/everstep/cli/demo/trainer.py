@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import everstep
-from everstep import Checkpointer, EverstepError, SaveHandle, Store
+from everstep import Checkpointer, EverstepError, Keep, SaveHandle, Spread, Store
 from everstep.cli import workload
 from everstep.cli.demo.events import Settings, tell
 from everstep.cli.workload import Run
@@ -60,8 +59,8 @@ def train(run: Run, settings: Settings) -> None:
             settings.store,
             run.state(),
             every=settings.every,
-            strategy=everstep.Spread(SPREAD_WINDOW) if is_spread else settings.strategy,
-            keep=everstep.Keep(last=3),
+            strategy=Spread(SPREAD_WINDOW) if is_spread else settings.strategy,
+            keep=Keep(last=3),
         ) as checkpointer,
     ):
         start = checkpointer.restore()
