@@ -234,7 +234,8 @@ def test_beside_a_checkpointer(store):
             save(store, {"x": torch.ones(3)})
     other, another = trained(seed=1)
     weights, moments = get_state_dict(other, another)
-    found = load(store, {"model": weights, "optimizer": moments, "note": None}, 7)
+    note = {"epoch": None}
+    found = load(store, {"model": weights, "optimizer": moments, "note": note}, 7)
     assert found["note"] == {"epoch": 3}
     set_state_dict(other, another, model_state_dict=weights, optim_state_dict=moments)
     check_equal(other.state_dict(), model.state_dict())
@@ -292,11 +293,11 @@ def loaded(store, step, seed=1):
     run = stepped(seed)
     net, optimizer = run["net"], run["optimizer"]
     weights, moments = get_state_dict(net, optimizer)
-    found = {"net": weights, "optimizer": moments, "scheduler": None, "note": None}
+    note = {"at": torch.tensor([0])}
+    found = {"net": weights, "optimizer": moments, "scheduler": run["scheduler"], "note": note}
     load(store, found, step)
     weights, moments = found.pop("net"), found.pop("optimizer")
     set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=moments)
-    run["scheduler"].load_state_dict(found["scheduler"])
     return {**run, "note": found["note"]}
 
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from trained import Job
 
 from commands import run, run_json
 from everstep import Checkpointer, Log, Store
+from everstep.integrations.dcp import StorageWriter
 
 REST = (4, 8)
 
@@ -82,6 +84,27 @@ def test_what_was_exported_comes_back(store, other_store, tmp_path, kind, capsys
     assert one.objects["scheduler"] == other.objects["scheduler"]
     assert one.objects["own"] == other.objects["own"]
     assert one.objects["rng"] == other.objects["rng"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["torch", "dcp"])
+def test_what_dcp_has_saved_to_a_store_goes_out_as_it_was(store, tmp_path, kind):
+    job = Job()
+    job.train(1)
+    weights, moments = get_state_dict(job.model, job.optimizer)
+    own = {"model.a": {"b": torch.ones(2)}, "several": [{"t": torch.zeros(1), "n": (1, 2)}], "n": 3}
+    saved = {"model": weights, "optimizer": moments, "own": own}
+    dcp.save(saved, storage_writer=StorageWriter(store, 1))
+    assert run("export", store, "--to", kind, tmp_path / "out") == 0
+    path = tmp_path / "out" / "checkpoint.pt"
+    if kind == "dcp":
+        dcp_to_torch_save(tmp_path / "out", path)
+    found = torch.load(path, weights_only=False)
+    assert found.keys() == saved.keys()
+    assert str(found["own"]) == str(own)
+    assert found["model"].keys() == weights.keys()
+    assert all(found["model"][name].equal(each) for name, each in weights.items())
+    assert str(found["optimizer"]["state"]) == str(moments["state"])
 
 
 def test_weights_that_two_models_have(store, tmp_path):

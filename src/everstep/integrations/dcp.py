@@ -35,14 +35,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from everstep.errors import Conflict, Corrupt, EverstepError, Mismatch, Missing, Unsupported
-from everstep.format import document
+from everstep.errors import Conflict, EverstepError, Mismatch, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.format.global_tensors import index_of
 from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.merge import unite_tables
 from everstep.format.packs import lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
+from everstep.interchange.state_dicts import PLANNER, StateDicts, no_tensor
+from everstep.interchange.torch_files import StandIn, write_archive
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
 from everstep.keeper.persist import apply_retention
@@ -55,7 +56,7 @@ from everstep.sharding.layout import LocalBox, is_dtensor
 from everstep.sharding.leaves import Leaf, check_tensor, dtype_name
 from everstep.sharding.topology import topology
 from everstep.sharding.world import group_size
-from everstep.state.objects import Json, decode, device_of, encode, place_of, references
+from everstep.state.objects import Json, device_of, encode, place_of
 from everstep.store import catalog, commit
 from everstep.store.names import parse_checkpoint
 from everstep.store.presence import living
@@ -63,10 +64,6 @@ from everstep.store.retain import Keep
 from everstep.tiers.tier import Tier, tier_at
 
 Path = str | os.PathLike[str]
-
-PLANNER = "dcp.planner"
-"""Among a checkpoint's objects: `data`, what its planner wants to know when it is loaded;
-`streams`, the objects that are io.BytesIO; `version` and `save_id`, of DCP's metadata."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -285,7 +282,7 @@ class StorageWriter(_Storage, dcp.StorageWriter):
             "version": CURRENT_DCP_VERSION,
             "save_id": self.save_id,
         }
-        objects[PLANNER] = encode(said, PLANNER, _no_tensor)
+        objects[PLANNER] = encode(said, PLANNER, no_tensor)
         return Manifest(
             step=name.step,
             epoch=name.epoch,
@@ -384,10 +381,6 @@ def _object_of(item: dcp.WriteItem, planner: dcp.SavePlanner) -> Any:
         ) from error
 
 
-def _no_tensor(name: str, at: object) -> Any:
-    raise Unsupported(f"{name!r}: what a planner says cannot have tensors in it")
-
-
 def _write(disk: Tier, name: CheckpointName, leaves: Mapping[str, Leaf]) -> tuple[Part, bytes]:
     """Write a rank's packs and their table, durably, and return it; blocks. What was written in
     vain is deleted."""
@@ -470,7 +463,7 @@ class StorageReader(_Storage, dcp.StorageReader):
                 planner.commit_tensor(*target)
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
-                    planner.load_bytes(item, _pickled(state.value(item.storage_index.fqn)))
+                    planner.load_bytes(item, state.pickled(item.storage_index.fqn))
         return _done(None)
 
 
@@ -483,42 +476,15 @@ class _State:
         self.name = catalog.find(disk, step)
         self.loader = Loader()
         self.whole = Whole(disk, self.name, self.loader, catalog.read_whole(disk, self.name))
-        manifest = self.whole.manifest
-        said = decode(manifest.objects.get(PLANNER, {}), _no_tensor)
-        if document.find_flaw(said, {"streams?": [str]}):
-            raise Corrupt(f"reading what the planner had said: it is {said!r:.80}")
-        self.said: Mapping[str, Any] = said
-        self.objects = {key: each for key, each in manifest.objects.items() if key != PLANNER}
-        self.tensors = {name: self.whole.entries[n] for name, n in self.whole.firsts.items()}
-        """But for those within an object."""
-        self.paths: Any = said.get("data")
-        """Where they are within the state, as its planner said; or as one would have it."""
-        if not said:
-            self.paths = {key: (key,) for key in self.objects}
-            self.paths |= {name: tuple(name.split(".", 1)) for name in self.tensors}
-            self._rename_optimizers()
-        for name in references([*self.objects.values()]):
-            self.tensors.pop(name, None)
+        dicts, entries = StateDicts(self.whole, self._stand_in), self.whole.entries
+        self.said = dicts.said
+        flat, self.paths = dicts.flat()
+        self.tensors = {n: entries[each.of] for n, each in flat.items() if type(each) is StandIn}
+        self.objects = {name: each for name, each in flat.items() if name not in self.tensors}
 
-    def _rename_optimizers(self) -> None:
-        """A Checkpointer's, as torch's state-dict utilities have them:
-        `optimizer.state.0.weight.exp_avg`, `optimizer.param_groups.0.lr`."""
-
-        def put(known: dict[str, Any], value: Any, *path: str | int) -> None:
-            name = ".".join(map(str, path))
-            known[name], self.paths[name] = value, path
-
-        hyperparameters = self.whole.manifest.hyperparameters
-        for name, table in self.whole.optimizers.items():
-            called = {each: each.partition(".")[2] for each in table["groups"]}  # in its model
-            for parameter, keys in table["state"].items():
-                for key in keys:
-                    if entry := self.tensors.pop(f"{name}.{parameter}.{key}", None):
-                        put(self.tensors, entry, name, "state", called[parameter], key)
-            for number, values in enumerate(hyperparameters.get(name, ())):
-                members = [called[key] for key, at in table["groups"].items() if at == number]
-                for key, value in {**values, "params": members}.items():
-                    put(self.objects, value, name, "param_groups", number, key)
+    def _stand_in(self, name: str, device: str) -> StandIn:
+        spec = self.whole.entries[name].spec
+        return StandIn.make(spec.dtype, spec.shape, name, str(device_of(device)))
 
     def place(self, item: dcp.ReadItem, target: torch.Tensor) -> tuple[TensorEntry, LocalBox]:
         """A box of a stored tensor, and where it goes. Raises Missing; Mismatch where it does not
@@ -537,12 +503,13 @@ class _State:
             )
         return entry, LocalBox(box, target)
 
-    def value(self, key: str) -> Any:
-        """An object, with the tensors in it. Raises Missing, Corrupt."""
-        tensors = self.whole.tensors(references(self.objects[key]))
-        found = decode(self.objects[key], lambda name, at: tensors[name].to(device_of(at)))
-        is_stream = isinstance(found, bytes) and key in self.said.get("streams", ())
-        return io.BytesIO(found) if is_stream else found
+    def pickled(self, name: str) -> io.BytesIO:
+        """An object, with the tensors in it, for a planner's `load_bytes`, which unpickles it at
+        once. Raises Corrupt."""
+        data, read = io.BytesIO(), self.whole.read
+        write_archive(data, self.objects[name], lambda names: (each for _, each in read(names)))
+        data.seek(0)
+        return data
 
 
 def _metadata_of(entry: TensorEntry) -> dcp.TensorStorageMetadata:
@@ -558,11 +525,3 @@ def _done(value: Any) -> Future[Any]:
     found: Future[Any] = Future()
     found.set_result(value)
     return found
-
-
-def _pickled(value: Any) -> io.BytesIO:
-    """As a planner's `load_bytes` expects it, which unpickles it at once."""
-    data = io.BytesIO()
-    torch.save(value, data)
-    data.seek(0)
-    return data

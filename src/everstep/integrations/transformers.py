@@ -17,13 +17,11 @@ from typing import Any
 
 from everstep import Checkpointer, Unsupported
 from everstep.integrations.loaders import generators_of, set_generators
+from everstep.interchange.sources import COUNTED
 
 log = logging.getLogger("everstep")
 
 _BEST = "best"
-COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
-COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
-"""Of TrainerState; the rest follows from the arguments."""
 _SUMS = ["current_flos", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step"]
 _SUMS += ["_tr_loss", "_epoch_generators"]
 """Of the Trainer, which begins them anew in each process, or in each epoch."""

@@ -44,18 +44,13 @@ def read_tree(folder: Path) -> dict[str, Any]:
         if type(name) is not str:  # hashing what is nested deeply takes the process's stack
             raise TypeError("something whose name is no text")
         lies[name, offset if offset is None else lengths(offset)] = info
-    paths = said.get("planner_data")
-    tree: dict[Any, Any] = {}
+    flat: dict[str, Any] = {}
     for name, each in said.get("state_dict_metadata").items():
         if each.kind.endswith(".TensorStorageMetadata"):
-            value: Any = _tensor(folder, name, each, lies)
+            flat[name] = _tensor(folder, name, each, lies)
         else:
-            value = load_piece(_place(folder, lies[name, None]))
-        way = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
-        _put(tree, way, value)
-    made = _with_lists(tree)
-    if not isinstance(made, dict):
-        raise TypeError("its top is no dict")
+            flat[name] = load_piece(_place(folder, lies[name, None]))
+    made = nested(flat, said.get("planner_data"))
     return {**load(folder / _COMMON), **made} if (folder / _COMMON).is_file() else made
 
 
@@ -88,12 +83,23 @@ def _place(folder: Path, info: Inert) -> Stretch:
     return Stretch(path, *lengths((info.get("offset"), info.get("length"))))
 
 
-def _put(tree: dict[Any, Any], way: tuple[Any, ...], value: Any) -> None:
-    if not 0 < len(way) <= _PATH_MAX or not all(type(each) in (str, int) for each in way):
-        raise ValueError(f"{way!r:.80} is no place in a state dict")
-    for each in way[:-1]:
-        tree = tree.setdefault(each, {})
-    tree[way[-1]] = value
+def nested(flat: Mapping[str, Any], paths: Any) -> dict[str, Any]:
+    """The state dict that a planner has made flat; `paths`: what it said of where each name was, in
+    their order, if it did. Raises what nonsense comes to (tensors.reading)."""
+    tree: dict[Any, Any] = {}
+    paths = paths if isinstance(paths, dict) else {}
+    for name in dict.fromkeys([name for name in (*paths, *flat) if name in flat]):
+        way = paths.get(name, (name,))
+        if not 0 < len(way) <= _PATH_MAX or not all(type(each) in (str, int) for each in way):
+            raise ValueError(f"{way!r:.80} is no place in a state dict")
+        at = tree
+        for each in way[:-1]:
+            at = at.setdefault(each, {})
+        at[way[-1]] = flat[name]
+    made = _with_lists(tree)
+    if not isinstance(made, dict):
+        raise TypeError("its top is no dict")
+    return made
 
 
 def _with_lists(tree: Any) -> Any:

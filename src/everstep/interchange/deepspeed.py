@@ -231,12 +231,14 @@ def write_universal(folder: Path, whole: Whole, tree: dict[str, Any], read: Read
     """Write a universal checkpoint of a model and its optimizer. `tree`: all parts by names. Raises
     Unsupported for others, OSError."""
     what = f"exporting step {whole.name.step} for DeepSpeed"
-    if len(whole.optimizers) != 1 or not set(whole.optimizers) <= tree.keys():
+    objects = whole.manifest.objects
+    known = [name for name in whole.optimizers if "state_dict" not in (objects.get(name) or {})]
+    if not len(known) == len(whole.optimizers) == 1:
         raise Unsupported(
             f"{what}: it has {len(whole.optimizers)} optimizers, and needs one, of a class that "
             f"leaves it to torch what its state is"
         )
-    (optimizer,) = whole.optimizers
+    (optimizer,) = known
     moments = tree[optimizer]
     part = next(iter(whole.optimizers[optimizer]["groups"]), "").partition(".")[0]
     model = tree[part]

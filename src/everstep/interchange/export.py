@@ -20,14 +20,11 @@ from everstep.format.packs import in_groups
 from everstep.interchange.dcp import write_dcp
 from everstep.interchange.deepspeed import write_universal
 from everstep.interchange.safetensors import header_of
+from everstep.interchange.state_dicts import StateDicts
 from everstep.interchange.torch_files import StandIn, write_torch
-from everstep.interchange.trees import RNG, plain
-from everstep.restore.chain import objects_tensors
 from everstep.restore.load import Loader
 from everstep.restore.whole import Whole
 from everstep.sharding.leaves import bytes_of
-from everstep.sharding.ranked import values_by_index
-from everstep.state.objects import decode
 from everstep.store.copy import Progress
 from everstep.tiers.disk import Disk
 from everstep.tiers.tier import Tier
@@ -130,7 +127,7 @@ class Export:
     """Of tensors so far."""
     bytes: int = 0
     left_out: list[str] = field(default_factory=list)
-    """What the format does without: other names of tensors (tied weights), parts."""
+    """What the format does without: other names of tensors (tied weights)."""
     _stand_ins: dict[str, StandIn] = field(default_factory=dict)
 
     def dtype(self, name: str) -> str:
@@ -152,60 +149,14 @@ class Export:
             yield tensor.to(getattr(torch, self.dtype(name)))
 
     def tree(self, *, by_name: bool) -> dict[str, Any]:
-        """All parts, as state_dict() of each returns them, with stand-ins of tensors as they get
-        there. `by_name`: of optimizers parameters have their names, as DCP has it, and not the
-        numbers of torch's own. What has no state dict is left out."""
-        whole, tree = self.whole, dict[str, Any]()
-        objects, ranks = whole.manifest.objects, whole.manifest.ranks
-        models = whole.weights.keys() - objects_tensors(whole.manifest)
-        for name, first in whole.firsts.items():
-            if first in models:
-                part, _, key = name.partition(".")
-                tree.setdefault(part, {})[key] = self._stand_in(first)
-        for part in tree:  # what its modules say beside their tensors
-            tree[part] |= self._object(part, objects.get(part) or {})
-        for name in whole.optimizers:
-            if "state_dict" in (objects.get(name) or {}):
-                self.left_out.append(f"{name!r}: its class says itself what its state is")
-            else:
-                tree[name] = self._optimizer(name, by_name=by_name)
-        known = tree.keys() | whole.optimizers.keys()
-        tree |= {n: self._object(n, each) for n, each in objects.items() if n not in known}
-        for name in {name for own in ranks for name in own} - tree.keys():
-            tree[name] = [self._object(name, each) for each in values_by_index(ranks, name)]
+        """See StateDicts."""
+        tree = StateDicts(self.whole, self._stand_in).tree(by_name=by_name)
         self.total = sum(map(self.size, self._stand_ins))
         return tree
 
-    def _stand_in(self, name: str, device: str = "cpu") -> StandIn:
-        """Of a tensor, by whichever of its names."""
-        name = self.whole.firsts[name]
+    def _stand_in(self, name: str, device: str) -> StandIn:
         shape = self.whole.entries[name].spec.shape
         return self._stand_ins.setdefault(name, StandIn.make(self.dtype(name), shape, name))
-
-    def _object(self, name: str, said: Any) -> Any:
-        value = decode(said, self._stand_in)
-        return plain(value) if name == RNG else value
-
-    def _optimizer(self, name: str, *, by_name: bool) -> dict[str, Any]:
-        whole, table = self.whole, self.whole.optimizers[name]
-        values = (whole.manifest.objects.get(name) or {}).get("state", {})
-        numbers = table["groups"]
-        # Names as they are in their model; or as torch counts them, group by group.
-        called = {n: n.partition(".")[2] if n in whole.weights else n for n in numbers}
-        in_order = sorted(numbers, key=numbers.__getitem__)
-        keys = called if by_name else {each: i for i, each in enumerate(in_order)}
-        state: dict[Any, dict[str, Any]] = {}
-        for each, key in keys.items():
-            own = {k: self._stand_in(f"{name}.{each}.{k}") for k in table["state"].get(each, ())}
-            if own := own | decode(values.get(each, {}), self._stand_in):
-                state[key] = own
-        groups = []
-        for index, group in enumerate(whole.manifest.hyperparameters.get(name, [])):
-            members = [each for each, number in numbers.items() if number == index]
-            named = {} if by_name else {"param_names": [called[each] for each in members]}
-            params = {"params": [keys[each] for each in members]}
-            groups.append(decode(group, self._stand_in) | named | params)
-        return {"state": state, "param_groups": groups}
 
 
 def to_safetensors(export: Export) -> None:

@@ -15,7 +15,6 @@ import torch
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from everstep.errors import Corrupt, Missing, Unsupported
-from everstep.integrations.transformers import COUNTED
 from everstep.interchange import dcp, deepspeed, safetensors, torch_files
 from everstep.interchange.draft import Draft
 from everstep.interchange.tensors import Found, reading, regular
@@ -31,6 +30,9 @@ from everstep.interchange.trees import (
 
 log = logging.getLogger("everstep")
 
+COUNTED = ["epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history"]
+COUNTED += ["best_metric", "best_global_step", "best_model_checkpoint"]
+"""Of TrainerState; the rest follows from the arguments."""
 _TRAINER_STATE = "trainer_state.json"
 _STATES = "random_states_0.pkl"
 _FSDP = "pytorch_model_fsdp"

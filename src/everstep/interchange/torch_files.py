@@ -13,7 +13,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.serialization import _open_zipfile_writer
@@ -108,16 +108,17 @@ class _Window:
 
 class StandIn(torch.Tensor):
     """A tensor of some dtype and shape without memory of its own, for what takes states apart.
-    `of`: the name of what it stands for."""
+    `of`: the name of what it stands for; `place`: the device that a file says it was on."""
 
     of: str
+    place: str
 
     @classmethod
-    def make(cls, dtype: str, shape: Sequence[int], of: str) -> "StandIn":
+    def make(cls, dtype: str, shape: Sequence[int], of: str, place: str = "cpu") -> "StandIn":
         """Torch warns where complex32 is asked for in new memory."""
         item = torch.empty(ITEM_SIZES[dtype], dtype=torch.uint8, device="cpu")
         made = item.view(getattr(torch, dtype)).view(()).expand(tuple(shape)).as_subclass(cls)
-        made.of = of
+        made.of, made.place = of, place
         return made
 
 
@@ -128,7 +129,7 @@ def write_torch(path: Path, value: Any, read: Read) -> None:
         write_archive(file, value, read)
 
 
-def write_archive(file: io.BufferedWriter, value: Any, read: Read) -> None:
+def write_archive(file: IO[bytes], value: Any, read: Read) -> None:
     """From where `file` is written to now."""
     pickler = _Pickler()
     pickler.dump(value)
@@ -161,8 +162,9 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, StandIn):
             return NotImplemented
         kind = STORAGES.get(dtype_name(obj.dtype))
-        key, count = self.keys.setdefault(obj.of, f"{len(self.keys)}"), obj.numel()
-        told = (kind, key, "cpu", count) if kind else (torch.UntypedStorage, key, "cpu", obj.nbytes)
+        key = self.keys.setdefault(obj.of, f"{len(self.keys)}")
+        count = obj.numel() if kind else obj.nbytes
+        told = (kind or torch.UntypedStorage, key, obj.place, count)
         hooks: OrderedDict[str, Any] = OrderedDict()
         shape = tuple(obj.shape)
         strides = torch.empty(shape, device="meta").stride()
