@@ -128,7 +128,6 @@ class Export:
     bytes: int = 0
     left_out: list[str] = field(default_factory=list)
     """What the format does without: other names of tensors (tied weights)."""
-    _stand_ins: dict[str, StandIn] = field(default_factory=dict)
 
     def dtype(self, name: str) -> str:
         """That which the tensor gets."""
@@ -149,14 +148,12 @@ class Export:
             yield tensor.to(getattr(torch, self.dtype(name)))
 
     def tree(self, *, by_name: bool) -> dict[str, Any]:
-        """See StateDicts."""
-        tree = StateDicts(self.whole, self._stand_in).tree(by_name=by_name)
-        self.total = sum(map(self.size, self._stand_ins))
-        return tree
+        """See StateDicts; all tensors are in it."""
+        self.total = sum(map(self.size, self.whole.entries))
+        return StateDicts(self.whole, self._stand_in).tree(by_name=by_name)
 
     def _stand_in(self, name: str, device: str) -> StandIn:
-        shape = self.whole.entries[name].spec.shape
-        return self._stand_ins.setdefault(name, StandIn.make(self.dtype(name), shape, name))
+        return StandIn.make(self.dtype(name), self.whole.entries[name].spec.shape, name)
 
 
 def to_safetensors(export: Export) -> None:

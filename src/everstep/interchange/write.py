@@ -38,7 +38,7 @@ def write(
     """Commit a draft as that step; blocks. `branch`: also below the latest, which stays behind as
     a branch then. Takes memory for some blocks. Raises Conflict, Corrupt and Unsupported (of the
     source), Unavailable."""
-    what = f"importing step {step} to {disk.root}"
+    what = f"{draft.strategy.removesuffix('e')}ing step {step} to {disk.root}"
     if disk.size(names.STORE) is None and not is_empty(disk):
         raise Conflict(f"{what}: it is no store, and there is something in it. Name another place")
     check_no_writer(disk.root, what, living(disk))
