@@ -9,11 +9,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 from trained import Job
 
 from commands import run, run_json
 from everstep import Checkpointer, Log, Store
-from everstep.integrations.dcp import StorageWriter
+from everstep.integrations.dcp import StorageReader, StorageWriter
 
 REST = (4, 8)
 
@@ -105,6 +106,62 @@ def test_what_dcp_has_saved_to_a_store_goes_out_as_it_was(store, tmp_path, kind)
     assert found["model"].keys() == weights.keys()
     assert all(found["model"][name].equal(each) for name, each in weights.items())
     assert str(found["optimizer"]["state"]) == str(moments["state"])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_within_what_is_no_tensor(store, tmp_path):
+    """They are read in their turn, between those that DCP sees."""
+    model = torch.nn.Linear(3, 2)
+    a, b, c = torch.ones(2), torch.full((3,), 2.0), torch.full((2,), 3.0)
+    own = {"a": (a, {"x": b, "n": 1}), "b": c, "c": [(c, a)]}
+    with Checkpointer(store, {"model": model, "own": own}) as checkpointer:
+        checkpointer.save(1)
+    assert run("export", store, "--to", "dcp", tmp_path / "out") == 0
+    dcp_to_torch_save(tmp_path / "out", tmp_path / "file")
+    for found in (
+        torch.load(tmp_path / "file", weights_only=False),
+        _load_state_dict_from_keys(storage_reader=StorageReader(store)),
+    ):
+        assert str({name: found["own"][name] for name in own}) == str(own)
+        assert found["model"]["weight"].equal(model.weight)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_of_named_parameters(store, tmp_path):
+    """torch's utilities have their names in each group, and want them back."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    with Checkpointer(store, {"model": model, "optimizer": optimizer}) as checkpointer:
+        checkpointer.save(1)
+    assert run("export", store, "--to", "dcp", tmp_path / "out") == 0
+    _, expected = get_state_dict(model, optimizer)
+    for reader in (StorageReader(store), dcp.FileSystemReader(tmp_path / "out")):
+        _, found = get_state_dict(model, optimizer)
+        found["state"]["weight"]["exp_avg"] = torch.zeros(2, 3)
+        dcp.load({"optimizer": found}, storage_reader=reader)
+        assert str(found) == str(expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_models_of_one_optimizer(store, tmp_path):
+    """Their parameters have the same names in them."""
+    one, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    parameters = [*one.parameters(), *other.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.5)
+    (one(torch.ones(2)).sum() + 2 * other(torch.ones(2)).sum()).backward()
+    optimizer.step()
+    state = {"one": one, "other": other, "optimizer": optimizer}
+    with Checkpointer(store, state) as checkpointer:
+        checkpointer.save(1)
+    found = _load_state_dict_from_keys(storage_reader=StorageReader(store))["optimizer"]
+    moments = {name: each["momentum_buffer"] for name, each in found["state"].items()}
+    assert {name: float(each.flatten()[0]) for name, each in moments.items()} == {
+        **{"one.weight": 1, "one.bias": 1, "other.weight": 2, "other.bias": 2}
+    }
+    assert run("export", store, "--to", "torch", tmp_path / "out") == 0
+    optimizer.load_state_dict(torch.load(tmp_path / "out" / "checkpoint.pt")["optimizer"])
 
 
 def test_weights_that_two_models_have(store, tmp_path):

@@ -17,7 +17,7 @@ from everstep.errors import Corrupt, Missing, Unsupported
 from everstep.format.boxes import Box
 from everstep.interchange.pickles import Inert, dtype_of, read_pickle
 from everstep.interchange.tensors import Found, Part, Stretch, lengths, named
-from everstep.interchange.torch_files import Read, StandIn, load, load_piece, write_archive
+from everstep.interchange.torch_files import Read, load, load_piece, pickled, write_archive
 
 METADATA, _FILE = ".metadata", "__0_0.distcp"
 _COMMON = "common.pt"
@@ -120,7 +120,7 @@ def write_dcp(folder: Path, tree: dict[str, Any], read: Read) -> None:
     planner.set_up_planner(tree, is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
     values = [planner.lookup_object(item.index) for item in plan.items]
-    tensors = read([each.of for each in values if isinstance(each, StandIn)])
+    tensors = read([name for each in values for name in pickled(each)[1]])
     found = []
     with (folder / _FILE).open("xb") as file:
         for item, each in zip(plan.items, values, strict=True):

@@ -86,8 +86,9 @@ class StateDicts:
             return self._object(name, said["state_dict"])
         whole, table = self._whole, self._whole.optimizers[name]
         values, numbers = said.get("state", {}), table["groups"]
-        # Names as they are in their model; or as torch counts them, group by group.
+        # Names as they are in their model, if it is one; or as torch counts them, group by group.
         called = {n: n.partition(".")[2] if n in whole.weights else n for n in numbers}
+        called = called if len({*called.values()}) == len(called) else {n: n for n in numbers}
         in_order = sorted(numbers, key=numbers.__getitem__)
         keys = called if by_name else {each: i for i, each in enumerate(in_order)}
         state: dict[Any, dict[str, Any]] = {}
@@ -98,7 +99,7 @@ class StateDicts:
         groups = []
         for index, group in enumerate(whole.manifest.hyperparameters.get(name, [])):
             members = [each for each, number in numbers.items() if number == index]
-            named = {} if by_name else {"param_names": [called[each] for each in members]}
+            named = {"param_names": [called[each] for each in members]}
             params = {"params": [keys[each] for each in members]}
             groups.append(decode(group, self._stand_in) | named | params)
         return {"state": state, "param_groups": groups}

@@ -131,17 +131,22 @@ def write_torch(path: Path, value: Any, read: Read) -> None:
 
 def write_archive(file: IO[bytes], value: Any, read: Read) -> None:
     """From where `file` is written to now."""
-    pickler = _Pickler()
-    pickler.dump(value)
-    data = pickler.file.getvalue()
+    data, names = pickled(value)
     with _open_zipfile_writer(file) as archive:
         archive.write_record("data.pkl", data, len(data))
         archive.write_record("byteorder", b"little", len(b"little"))
-        for (_, key), tensor in zip(pickler.keys.items(), read(list(pickler.keys)), strict=True):
+        for key, tensor in zip(range(len(names)), read(names), strict=True):
             view = bytes_of(tensor)
             if view.untyped_storage().nbytes() != view.nbytes:
                 view = view.clone()
             archive.write_record(f"data/{key}", view.untyped_storage(), view.nbytes)
+
+
+def pickled(value: Any) -> tuple[bytes, list[str]]:
+    """The pickle of a file, and which tensors it has stand-ins of, in the order of its storages."""
+    pickler = _Pickler()
+    pickler.dump(value)
+    return pickler.file.getvalue(), list(pickler.keys)
 
 
 class _Storage(tuple[Any, ...]):
