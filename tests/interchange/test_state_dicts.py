@@ -94,7 +94,7 @@ def test_what_dcp_has_saved_to_a_store_goes_out_as_it_was(store, tmp_path, kind)
     job.train(1)
     weights, moments = get_state_dict(job.model, job.optimizer)
     own = {"model.a": {"b": torch.ones(2)}, "several": [{"t": torch.zeros(1), "n": (1, 2)}], "n": 3}
-    saved = {"model": weights, "optimizer": moments, "own": own}
+    saved = {"model": weights, "optimizer": moments, "own": own, "gaps": [{}, {"n": 1}]}
     dcp.save(saved, storage_writer=StorageWriter(store, 1))
     assert run("export", store, "--to", kind, tmp_path / "out") == 0
     path = tmp_path / "out" / "checkpoint.pt"
@@ -103,6 +103,7 @@ def test_what_dcp_has_saved_to_a_store_goes_out_as_it_was(store, tmp_path, kind)
     found = torch.load(path, weights_only=False)
     assert found.keys() == saved.keys()
     assert str(found["own"]) == str(own)
+    assert found["gaps"] == [None, {"n": 1}]  # as torch has it
     assert found["model"].keys() == weights.keys()
     assert all(found["model"][name].equal(each) for name, each in weights.items())
     assert str(found["optimizer"]["state"]) == str(moments["state"])

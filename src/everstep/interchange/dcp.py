@@ -23,7 +23,7 @@ METADATA, _FILE = ".metadata", "__0_0.distcp"
 _COMMON = "common.pt"
 """Of Megatron-core's `torch_dist`: what is no tensor of one rank or another."""
 _PATH_MAX = 64
-_LIST_MAX = 1 << 20
+_GAPS_MAX = 64
 
 
 def is_any(folder: Path) -> bool:
@@ -103,14 +103,14 @@ def nested(flat: Mapping[str, Any], paths: Any) -> dict[str, Any]:
 
 
 def _with_lists(tree: Any) -> Any:
-    """What has numbers for keys as lists."""
+    """What has numbers for keys as lists; None is where something empty was, as torch has it."""
     if type(tree) is not dict:
         return tree
     made = {key: _with_lists(each) for key, each in tree.items()}
     if made and all(type(key) is int for key in made):
-        if sorted(made) != list(range(len(made))) or len(made) > _LIST_MAX:
+        if not 0 <= min(made) <= max(made) < _GAPS_MAX * len(made):
             raise ValueError("a list with gaps")
-        return [made[index] for index in range(len(made))]
+        return [made.get(index) for index in range(max(made) + 1)]
     return made
 
 
