@@ -64,6 +64,8 @@ from everstep.store.retain import Keep
 from everstep.tiers.tier import Tier, tier_at
 
 Path = str | os.PathLike[str]
+_OF_FILES = inspect.signature(dcp.FileSystemWriter).parameters.keys()
+"""Looked up before anybody puts StorageWriter there."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -100,7 +102,7 @@ class _Storage:
 
     @property
     def checkpoint_id(self) -> str:
-        """As it may be given to DCP."""
+        """As it may be given to DCP, unless the step is a tag."""
         return self.store if self._step is None else f"{self.store}@{self._step}"
 
     @classmethod
@@ -148,7 +150,7 @@ class StorageWriter(_Storage, dcp.StorageWriter):
         and for those that would transform what is stored (`_extensions`)."""
         if of_files.pop("_extensions", None):
             raise TypeError("StorageWriter transforms nothing: leave _extensions out")
-        if unknown := sorted(of_files.keys() - inspect.signature(dcp.FileSystemWriter).parameters):
+        if unknown := sorted(of_files.keys() - _OF_FILES):
             raise TypeError(f"StorageWriter has no option {unknown[0]!r}")
         super().__init__(path, step)
         self._keep = keep
