@@ -42,7 +42,7 @@ from everstep.format.manifest import CheckpointName, Manifest, Part
 from everstep.format.merge import unite_tables
 from everstep.format.packs import lay_out
 from everstep.format.tables import FileLink, TensorEntry, encode_table
-from everstep.interchange.state_dicts import PLANNER, StateDicts, no_tensor
+from everstep.interchange.state_dicts import PLANNER, StateDicts
 from everstep.interchange.torch_files import StandIn, write_archive
 from everstep.keeper.data import Data, Image, parse
 from everstep.keeper.home import check_no_writer
@@ -65,7 +65,7 @@ from everstep.tiers.tier import Tier, tier_at
 
 Path = str | os.PathLike[str]
 _OF_FILES = inspect.signature(dcp.FileSystemWriter).parameters.keys()
-"""Looked up before anybody puts StorageWriter there."""
+"""The options of FileSystemWriter; somebody may put StorageWriter in its place later."""
 
 
 def split_id(checkpoint_id: Path) -> tuple[str, str | None]:
@@ -284,7 +284,7 @@ class StorageWriter(_Storage, dcp.StorageWriter):
             "version": CURRENT_DCP_VERSION,
             "save_id": self.save_id,
         }
-        objects[PLANNER] = encode(said, PLANNER, no_tensor)
+        objects[PLANNER] = encode(said, PLANNER, _no_tensor)
         return Manifest(
             step=name.step,
             epoch=name.epoch,
@@ -383,6 +383,10 @@ def _object_of(item: dcp.WriteItem, planner: dcp.SavePlanner) -> Any:
         ) from error
 
 
+def _no_tensor(name: str, tensor: object) -> str:
+    raise Unsupported(f"saving {name!r}: what a planner says cannot have tensors in it")
+
+
 def _write(disk: Tier, name: CheckpointName, leaves: Mapping[str, Leaf]) -> tuple[Part, bytes]:
     """Write a rank's packs and their table, durably, and return it; blocks. What was written in
     vain is deleted."""
@@ -424,8 +428,7 @@ class StorageReader(_Storage, dcp.StorageReader):
             self._failure = error
             raise
         self._failure = None
-        found: dict[str, Any] = {name: _metadata_of(each) for name, each in state.tensors.items()}
-        found |= {name: dcp.BytesStorageMetadata() for name in state.objects}
+        found: dict[str, Any] = {name: _metadata_of(each) for name, each in state.flat.items()}
         meta = StorageMeta(self.checkpoint_id, state.said.get("save_id"), self.load_id)
         return dcp.Metadata(found, state.paths, {}, meta, state.said.get("version"))
 
@@ -478,11 +481,8 @@ class _State:
         self.name = catalog.find(disk, step)
         self.loader = Loader()
         self.whole = Whole(disk, self.name, self.loader, catalog.read_whole(disk, self.name))
-        dicts, entries = StateDicts(self.whole, self._stand_in), self.whole.entries
-        self.said = dicts.said
-        flat, self.paths = dicts.flat()
-        self.tensors = {n: entries[each.of] for n, each in flat.items() if type(each) is StandIn}
-        self.objects = {name: each for name, each in flat.items() if name not in self.tensors}
+        dicts = StateDicts(self.whole, self._stand_in)
+        self.said, (self.flat, self.paths) = dicts.said, dicts.flat()
 
     def _stand_in(self, name: str, device: str) -> StandIn:
         spec = self.whole.entries[name].spec
@@ -492,10 +492,14 @@ class _State:
         """A box of a stored tensor, and where it goes. Raises Missing; Mismatch where it does not
         fit."""
         name = item.storage_index.fqn
-        if name not in self.tensors:
+        stand_in = self.flat.get(name)
+        if type(stand_in) is not StandIn:
             root = self.whole.disk.root
             raise Missing(f"loading {name!r} from {self.name} of {root}: it has no such tensor")
-        entry, box = self.tensors[name], Box(tuple(item.storage_offsets), tuple(item.lengths))
+        entry, box = (
+            self.whole.entries[stand_in.of],
+            Box(tuple(item.storage_offsets), tuple(item.lengths)),
+        )
         found = dtype_name(target.dtype), tuple(target.shape)
         if found != (entry.spec.dtype, box.lengths):
             raise Mismatch(
@@ -509,18 +513,18 @@ class _State:
         """An object, with the tensors in it, for a planner's `load_bytes`, which unpickles it at
         once. Raises Corrupt."""
         data, read = io.BytesIO(), self.whole.read
-        write_archive(data, self.objects[name], lambda names: (each for _, each in read(names)))
+        write_archive(data, self.flat[name], lambda names: (each for _, each in read(names)))
         data.seek(0)
         return data
 
 
-def _metadata_of(entry: TensorEntry) -> dcp.TensorStorageMetadata:
-    """As one chunk."""
-    size = torch.Size(entry.spec.shape)
-    properties = TensorProperties(dtype=getattr(torch, entry.spec.dtype))
-    return dcp.TensorStorageMetadata(
-        properties, size, [dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)]
-    )
+def _metadata_of(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
+    """Of a tensor as one chunk."""
+    if type(value) is not StandIn:
+        return dcp.BytesStorageMetadata()
+    size = value.shape
+    chunk = dcp.ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return dcp.TensorStorageMetadata(TensorProperties(dtype=value.dtype), size, [chunk])
 
 
 def _done(value: Any) -> Future[Any]:

@@ -54,8 +54,6 @@ class Options:
         """Raises ValueError, Missing."""
         if self.dtype not in (None, *_DTYPES):
             raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, not {self.dtype!r}")
-        if self.shard_bytes < 1:
-            raise ValueError(f"a shard needs bytes, not {self.shard_bytes}")
         for path in self.beside:
             if not path.exists():
                 raise Missing(f"exporting with {path}: there is no such file or folder")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from everstep.errors import Corrupt, Unsupported
+from everstep.errors import Corrupt
 from everstep.format import document
 from everstep.interchange.dcp import nested
 from everstep.interchange.tensors import reading
@@ -25,19 +25,19 @@ it is loaded; `streams`, the objects that are io.BytesIO; `version` and `save_id
 
 
 class StateDicts:
-    """Those of a checkpoint, in which what `stand_in` makes, of a first name and a device, stands
-    for each tensor. Raises Corrupt."""
+    """The state dicts of a checkpoint. In the place of each tensor they have what `stand_in` makes
+    of its first name and its device. Raises Corrupt."""
 
     def __init__(self, whole: Whole, stand_in: Callable[[str, str], StandIn]) -> None:
         self._whole, self._make = whole, stand_in
-        self.said: Mapping[str, Any] = decode(whole.manifest.objects.get(PLANNER, {}), no_tensor)
+        self.said: Mapping[str, Any] = decode(whole.manifest.objects.get(PLANNER, {}), stand_in)
         """What a planner did, where DCP has saved it."""
         if document.find_flaw(self.said, {"streams?": [str]}):
             raise Corrupt(f"reading what the planner had said: it is {self.said!r:.80}")
 
     def flat(self) -> tuple[dict[str, Any], Any]:
-        """As DCP has it, all by names, such as `optimizer.state.0.weight.exp_avg`; and where each
-        was, as its planner said, or as it would be in the tree."""
+        """What DCP has: each value under one name, such as `optimizer.state.0.weight.exp_avg`; and
+        where each of them was: as its planner said, or as it is in the tree."""
         whole = self._whole
         if not self.said:
             return flatten_state_dict(self.tree(by_name=True))
@@ -52,8 +52,8 @@ class StateDicts:
         return found, self.said.get("data")
 
     def tree(self, *, by_name: bool) -> dict[str, Any]:
-        """All parts. `by_name`: in optimizers' parameters have their names, as DCP has it, and not
-        the numbers of torch's own."""
+        """The state_dict() of each part. `by_name`: an optimizer's parameters have their names, as
+        DCP has it, and not numbers, as torch has it."""
         if self.said:
             with reading(self._whole.disk.root):
                 return nested(*self.flat())
@@ -103,8 +103,3 @@ class StateDicts:
             params = {"params": [keys[each] for each in members]}
             groups.append(decode(group, self._stand_in) | named | params)
         return {"state": state, "param_groups": groups}
-
-
-def no_tensor(name: str, at: object) -> Any:
-    """What takes a tensor out of what a planner says, and puts it in. Raises Unsupported."""
-    raise Unsupported(f"{name!r}: what a planner says cannot have tensors in it")
